@@ -117,9 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if sampled is None or item.get_closest_marker("slow") is not None:
             continue
         test = _test_of(item)
-        block, place = divmod(seen[test], sampled.kwargs["every"])
+        block, position = divmod(seen[test], sampled.kwargs["every"])
         # The position varies from block to block, because parameters repeat in cycles, and all values should occur.
-        if place != int(block * GOLDEN_RATIO % 1 * sampled.kwargs["every"]):
+        if position != int(block * GOLDEN_RATIO % 1 * sampled.kwargs["every"]):
             item.add_marker(pytest.mark.slow)
         seen[test] += 1
 

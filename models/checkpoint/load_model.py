@@ -58,28 +58,10 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMode
     for file in weight_files(folder):
         stamps.check(file)
     check_numbers(folder, check_weight_files(folder, is_quantised=False))
-    model_class = model_class_of(config)
-    try:
-        with quiet_transformers():
-            model, info = model_class.from_pretrained(
-                folder,
-                config=config,
-                dtype="auto" if dtype is None else dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                # Mismatches are then returned as records, which `check_loading` refuses with one line.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **class_options(model_class),
-            )
-    except Exception as error:  # transformers raises many kinds of exceptions if the files do not fit the config
-        raise CheckpointError(f"{folder} cannot be loaded: {loading_problem(error)}", path=folder) from error
-    check_loading(folder, info)
+    # transformers reads the files.
+    model = _built(folder, config, dtype, "grouped_mm", folder, local_files_only=True, use_safetensors=True)
     stamps.check_all()
-    loaded: PreTrainedModel = model
-    loaded.requires_grad_(False)
-    return loaded.eval()
+    return model
 
 
 def build_unread(
@@ -101,18 +83,35 @@ def build_unread(
         dtype = dtype or config.dtype or config.get_text_config().dtype or torch.bfloat16
     tensors = unread(files, quantization, dtype or torch.bfloat16, str(folder))
     check_numbers(folder, sum(tensor.numel() for tensor in tensors.values()))
+    model = _built(folder, config, dtype, experts_implementation, None, state_dict=tensors)
+    _name_after(model, folder)
+    return files, model
+
+
+def _built(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    experts_implementation: str,
+    source: Path | None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return the model of `config` that transformers builds from `source` and `options`; errors name `folder`.
+
+    Raises CheckpointError if the weights do not fit the config, and InputError if a conversion needs unread values.
+    """
     model_class = model_class_of(config)
     try:
         with quiet_transformers():
             model, info = model_class.from_pretrained(
-                None,
+                source,
                 config=config,
-                state_dict=tensors,
                 dtype="auto" if dtype is None else dtype,
                 # Mismatches are then returned in `info`, and refused below in one line.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,
+                **options,
                 **class_options(model_class, experts_implementation),
             )
     except InputError as error:
@@ -124,9 +123,9 @@ def build_unread(
     except Exception as error:  # transformers raises many types if the files do not fit the config
         raise CheckpointError(f"{folder} cannot be loaded: {loading_problem(error)}", path=folder) from error
     check_loading(folder, info)
-    _name_after(model, folder)
-    model.requires_grad_(False)
-    return files, model.eval()
+    built: PreTrainedModel = model
+    built.requires_grad_(False)
+    return built.eval()
 
 
 def read_weights(model: nn.Module, device: torch.device) -> None:

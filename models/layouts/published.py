@@ -58,7 +58,10 @@ def read_quantization(config: object, model_type: str, name: str) -> Quantizatio
         )
     kind, quantization_of = _METHODS[method]
     try:
-        return quantization_of(msgspec.convert(config, kind), model_type)
+        if method == "mxfp4" and not model_type.startswith("gpt_oss"):
+            # Other families may store their matrices in another order.
+            raise _UnknownVariantError("model_type", model_type, "this method in gpt_oss models only")
+        return quantization_of(msgspec.convert(config, kind))
     except msgspec.ValidationError as error:
         text = f"{name}: the quantization_config of method {method!r} is malformed or unknown: {error}"
         raise CheckpointError(text, name="quantization_config", path=name) from error
@@ -85,8 +88,8 @@ class _Fp8(msgspec.Struct):
     ignored_layers: tuple[str, ...] | None = None
 
 
-def _fp8(config: _Fp8, model_type: str) -> Quantization:
-    block = (None, None) if config.weight_block_size is None else _block(config.weight_block_size)
+def _fp8(config: _Fp8) -> Quantization:
+    block = (None, None) if config.weight_block_size is None else _block("weight_block_size", config.weight_block_size)
     fp8 = _fp8_layout(block, "_scale_inv", (*_FLOATS, *_EXPONENTS))
     # DeepSeek-V4 calls the scales of `weight` just `scale`, AutoFP8 `weight_scale`.
     suffixes = {Role.VALUES: "weight", Role.SCALES: "scale"}
@@ -94,7 +97,7 @@ def _fp8(config: _Fp8, model_type: str) -> Quantization:
     layouts += [_fp8_layout(block, "_scale") for block in ((None, None), (1, None))]
     if config.expert_dtype == "fp4":
         layouts.append(WeightLayout("fp4 blocks", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, _EXPONENTS, (1, 32)))
-    if config.moe_quant_algo == "NVFP4":
+    if config.moe_quant_algo == "NVFP4":  # NVIDIA's DeepSeek-V4: FP8 attention, NVFP4 experts
         layouts.append(_NVFP4)
     return Quantization("fp8", tuple(layouts), (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ())))
 
@@ -111,9 +114,7 @@ class _Mxfp4(msgspec.Struct):
     modules_to_not_convert: tuple[str, ...] | None = None
 
 
-def _mxfp4(config: _Mxfp4, model_type: str) -> Quantization:
-    if not model_type.startswith("gpt_oss"):
-        raise _UnknownVariantError("model_type", model_type, "this method in gpt_oss models only")
+def _mxfp4(config: _Mxfp4) -> Quantization:
     suffixes = {Role.VALUES: "_blocks", Role.SCALES: "_scales"}
     packing = dataclasses.replace(_E2M1, folded=True)
     layout = WeightLayout(
@@ -146,7 +147,7 @@ _NVFP4 = WeightLayout(
 )
 
 
-def _modelopt(config: _ModelOpt, model_type: str) -> Quantization:
+def _modelopt(config: _ModelOpt) -> Quantization:
     # Without an algorithm only caches are quantised.
     algorithms: set[str | None] = set() if config.quant_algo is None else {config.quant_algo}
     if config.quant_algo == "MIXED_PRECISION":
@@ -181,7 +182,7 @@ class _CompressedTensors(msgspec.Struct):
     transform_config: dict[str, Any] | None = None
 
 
-def _compressed_tensors(config: _CompressedTensors, model_type: str) -> Quantization:
+def _compressed_tensors(config: _CompressedTensors) -> Quantization:
     if config.transform_config and config.transform_config.get("config_groups"):
         raise _UnknownVariantError("transform_config", sorted(config.transform_config), "weights without transforms")
     layouts = []
@@ -259,7 +260,7 @@ def _strategy_block(weights: _Weights) -> _Block:
         sizes = structure.split("x") if isinstance(structure, str) else structure
         if sizes is None or len(sizes) != 2 or not all(str(size).isdecimal() for size in sizes):
             raise _UnknownVariantError("block_structure", structure, "blocks of [rows, columns]")
-        return _block((int(sizes[0]), int(sizes[1])))
+        return _block("block_structure", (int(sizes[0]), int(sizes[1])))
     return 1, _size("group_size", weights.group_size)
 
 
@@ -271,18 +272,16 @@ class _Gptq(msgspec.Struct):
     modules_to_not_convert: tuple[str, ...] | None = None
 
 
-def _gptq(config: _Gptq, model_type: str) -> Quantization:
+def _gptq(config: _Gptq) -> Quantization:
     if config.bits not in (4, 8):
         raise _UnknownVariantError("bits", config.bits, "4 and 8 bits")
     version = config.checkpoint_format or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise _UnknownVariantError("checkpoint_format", version, "gptq and gptq_v2")
+    default = {"bits": config.bits, "group_size": config.group_size}
     for pattern, settings in (config.dynamic or {}).items():
-        changed = {"bits": config.bits, "group_size": config.group_size} | settings
-        if not pattern.startswith("-:") and (changed["bits"], changed["group_size"]) != (
-            config.bits,
-            config.group_size,
-        ):
+        differs = any(settings.get(name, value) != value for name, value in default.items())
+        if differs and not pattern.startswith("-:"):
             raise _UnknownVariantError("dynamic", pattern, "the same bits and group_size in all modules")
     packing = Packing((torch.int32,), config.bits, transposed=True)
     layout = WeightLayout(
@@ -308,15 +307,12 @@ class _Awq(msgspec.Struct):
     modules_to_not_convert: tuple[str, ...] | None = None
 
 
-def _awq(config: _Awq, model_type: str) -> Quantization:
-    expected = {"bits": 4, "version": "gemm", "zero_point": True}
-    for name, value in {
-        "bits": config.bits,
-        "version": config.version.casefold(),
-        "zero_point": config.zero_point,
-    }.items():
-        if value != expected[name]:
-            raise _UnknownVariantError(name, value, f"{name}={expected[name]!r}")
+def _awq(config: _Awq) -> Quantization:
+    version = config.version.casefold()
+    settings = (("bits", config.bits, 4), ("version", version, "gemm"), ("zero_point", config.zero_point, True))
+    for name, value, expected in settings:
+        if value != expected:
+            raise _UnknownVariantError(name, value, f"{name}={expected!r}")
     packing = Packing((torch.int32,), 4, transposed=True, order=(0, 4, 1, 5, 2, 6, 3, 7))
     suffixes = {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"}
     block = (1, _group_size(config.group_size))
@@ -324,7 +320,7 @@ def _awq(config: _Awq, model_type: str) -> Quantization:
     return Quantization("awq", (layout,), config.modules_to_not_convert or ())
 
 
-_METHODS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, str], Quantization]]] = {
+_METHODS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], Quantization]]] = {
     "fp8": (_Fp8, _fp8),
     "mxfp4": (_Mxfp4, _mxfp4),
     "modelopt": (_ModelOpt, _modelopt),
@@ -338,8 +334,8 @@ def _group_size(size: int) -> int | None:
     return None if size == -1 else _size("group_size", size)
 
 
-def _block(sizes: tuple[int, int]) -> tuple[int, int]:
-    return _size("weight_block_size", sizes[0]), _size("weight_block_size", sizes[1])
+def _block(name: str, sizes: tuple[int, int]) -> tuple[int, int]:
+    return _size(name, sizes[0]), _size(name, sizes[1])
 
 
 def _size(name: str, size: int | None) -> int:

@@ -51,6 +51,15 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Described], str]] = {
         },
         "fp4 blocks",
     ),
+    "NVIDIA's DeepSeek-V4, with FP8 attention": (
+        {**FP8, "moe_quant_algo": "NVFP4"},
+        {
+            "x.weight": Described(U8, (256, 64)),
+            "x.weight_scale": Described(E4M3, (256, 8)),
+            "x.weight_scale_2": Described(FP32, ()),
+        },
+        "nvfp4",
+    ),
     "AutoFP8": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         {

@@ -70,7 +70,7 @@ def packed_words(numbers: torch.Tensor, bits: int, dim: int, order: tuple[int, .
     count = 32 // bits
     columns = numbers.transpose(dim, -1)
     padded = torch.nn.functional.pad(columns, (0, -columns.shape[-1] % count)).long().unflatten(-1, (-1, count))
-    words = sum(padded[..., n] << (place * bits) for n, place in enumerate(order or range(count)))
+    words = sum(padded[..., n] << (position * bits) for n, position in enumerate(order or range(count)))
     assert isinstance(words, torch.Tensor)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).transpose(dim, -1).contiguous()
 
@@ -265,10 +265,10 @@ def quantize(plain: Path, form: PublishedForm, quantised: Path) -> Path:
             continue
         parts, dequantised = form.encode(weight.float())
         weights[key] = dequantised.to(weight.dtype)
-        for ending, part in parts.items():
+        for ending, tensor in parts.items():
             # An end that begins with # replaces the last part of the key.
             name = f"{key.rpartition('.')[0]}.{ending[1:]}" if ending.startswith("#") else key + ending
-            stored[name] = part.contiguous()
+            stored[name] = tensor.contiguous()
     metadata = {"format": "pt"}
     save_file(weights, plain / "model.safetensors", metadata)
     save_file(stored, quantised / "model.safetensors", metadata)
