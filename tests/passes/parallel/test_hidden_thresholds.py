@@ -301,7 +301,7 @@ CHEAP = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
 
 @pytest.mark.slow
-@settings(max_examples=times(12), deadline=None, derandomize=True, suppress_health_check=CHEAP)
+@settings(max_examples=times(8), deadline=None, derandomize=True, suppress_health_check=CHEAP)
 @given(**CHAIN_CASES, dynamic=st.booleans())
 def test_no_threshold_behind_a_chain_of_operations_is_taken(
     form: str, subject: str, chain: list[Step], beyond: int, dynamic: bool

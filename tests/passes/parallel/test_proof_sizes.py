@@ -239,6 +239,7 @@ COINCIDENCES = {
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", COINCIDENCES)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_sizes_that_are_equal_by_chance_are_distinguished(form: str, case: str) -> None:

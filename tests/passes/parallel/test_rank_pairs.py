@@ -140,4 +140,4 @@ def test_a_rank_with_other_parameters_never_makes_results_wrong(form: str) -> No
 def test_changes_of_one_rank_make_no_results_wrong(form: str) -> None:
     changes = changes_of(_captured(form)[0].module, EVERY_CHANGE)
     cases = [(form, rank, *change) for change in changes for rank in range(2)]
-    check_cases(cases, _changed, 24, needed={"right", "right, one layer refused"})
+    check_cases(cases, _changed, 16, needed={"right", "right, one layer refused"})

@@ -463,7 +463,7 @@ def _program(steps: Sequence[Step]) -> Activation:
 
 
 EXAMPLES = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-MANY = settings(max_examples=times(15), **EXAMPLES)
+MANY = settings(max_examples=times(10), **EXAMPLES)
 FORMS, STEPS = st.sampled_from(list(EP_FORMS)), st.sampled_from(list(BY_ROW))
 ROWS_ALONE = given(FORMS, st.lists(STEPS, min_size=3, max_size=6))
 ROWS_MEET = given(FORMS, st.lists(STEPS, max_size=3), st.sampled_from(list(ACROSS)), st.lists(STEPS, max_size=3))
