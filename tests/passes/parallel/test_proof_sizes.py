@@ -183,6 +183,7 @@ def test_static_and_dynamic_captures_come_to_the_same_decision(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("tokens", [8, 2])
 @pytest.mark.parametrize("experts", [*ACT_ON_MORE, MixesRows], ids=lambda experts: experts.__name__)
