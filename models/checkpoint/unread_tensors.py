@@ -98,7 +98,7 @@ def unread(
             del stored[key]
         for key, matrix in matrices.items():
             parts = {role: stored.pop(stored_key) for role, stored_key in matrix.keys.items()}
-            decoded[key] = Decoded(matrix.layout, parts, matrix.shape, dtype)
+            decoded[key] = Decoded.of(matrix.layout, parts, matrix.shape, dtype)
     recipes: dict[str, Recipe] = {**stored, **decoded}
     return {key: UnreadTensor(recipe) for key, recipe in recipes.items()}
 

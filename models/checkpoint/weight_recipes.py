@@ -55,11 +55,20 @@ class Recipe:
         """Return the recipe of rows [start, stop) of the first dimension. Raises UnfollowedError."""
         raise NotImplementedError
 
+    @property
+    def operation_name(self) -> str:
+        """Name of the operation in errors."""
+        return type(self).__name__.casefold()
+
+    def sources(self) -> list[Recipe]:
+        """Return the recipes of the tensors that this one is computed from."""
+        sources: list[Recipe] = []
+        tree_map_only(Recipe, sources.append, self._values())
+        return sources
+
     def stored(self) -> Iterator[Stored]:
         """Yield the stored tensors that it reads."""
-        recipes: list[Recipe] = []
-        tree_map_only(Recipe, recipes.append, self._values())
-        return (stored for recipe in recipes for stored in recipe.stored())
+        return (stored for recipe in self.sources() for stored in recipe.stored())
 
     def file_ranges(self) -> Iterator[FileRange]:
         """Yield the ranges of files with the bytes of the contiguous tensor, in order, if files store them unchanged.
@@ -67,6 +76,11 @@ class Recipe:
         Raises UnfollowedError, at the latest when exhausted, if the bytes must be computed.
         """
         raise NotImplementedError
+
+    def check(self) -> None:
+        """Read and check the stored values that are checked whenever they are read. Raises CheckpointError."""
+        for source in self.sources():
+            source.check()
 
     def copy_to(self, target: torch.Tensor) -> None:
         """Write the tensor into `target`, of the same shape and any dtype and strides."""
@@ -107,6 +121,10 @@ class Stored(Recipe):
         first = self.taken.start if self.taken else 0
         taken = range(first + start, first + stop)
         return Stored(self.files, self.tensor, (stop - start, *self.shape[1:]), self.dtype, taken)
+
+    def sources(self) -> list[Recipe]:
+        """Return nothing."""
+        return []
 
     def stored(self) -> Iterator[Stored]:
         """Yield the stored tensors that it reads."""
@@ -222,35 +240,85 @@ class Converted(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Checked(Recipe):
+    """Stored scales, or block indices below `blocks`, which are checked whenever they are read."""
+
+    source: Stored
+    role: Role
+    blocks: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Shape of the tensor."""
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Dtype of the tensor."""
+        return self.source.dtype
+
+    def read(self) -> torch.Tensor:
+        """Return a view of the mapped file. Raises CheckpointError for damaged values."""
+        values = self.source.read()
+        if self.role is not Role.BLOCK_INDICES:
+            if not scales_in_fp32(values).isfinite().all():
+                raise self._damaged("NaN or infinity; the scales of weights must be finite")
+        # compressed-tensors writes -1 everywhere if columns are in order.
+        elif not (values == -1).all() and not (values.min() >= 0 and values.max() < self.blocks):
+            raise self._damaged(f"an index outside of 0 to {self.blocks - 1}")
+        return values
+
+    def check(self) -> None:
+        """Read and check the values."""
+        self.read()
+
+    def rows(self, start: int, stop: int) -> Checked:
+        """Check fewer rows."""
+        return Checked(self.source.rows(start, stop), self.role, self.blocks)
+
+    def file_ranges(self) -> Iterator[FileRange]:
+        """Yield the ranges of files with its bytes."""
+        return self.source.file_ranges()
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        tensor = self.source.tensor
+        text = f"{tensor.file}: {tensor.key} contains {problem}, so the file is damaged"
+        return CheckpointError(text, name=tensor.key, path=tensor.file)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Decoded(Recipe):
     """A quantised matrix, or one for each expert, decoded from stored tensors when it is read."""
 
     layout: WeightLayout
-    parts: Mapping[Role, Stored]
+    parts: Mapping[Role, Stored | Checked]
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @staticmethod
+    def of(layout: WeightLayout, stored: Mapping[Role, Stored], shape: tuple[int, ...], dtype: torch.dtype) -> Decoded:
+        """Return the matrix of these stored tensors, which are checked when they are read."""
+        formula = layout.formula
+        rows, columns = shape[:-3:-1] if formula.is_transposed else shape[-2:]
+        blocks = formula.block_counts(rows, columns)[1]
+        checked = (Role.SCALES, Role.GLOBAL_SCALE, Role.BLOCK_INDICES)
+        parts = {role: Checked(item, role, blocks) if role in checked else item for role, item in stored.items()}
+        return Decoded(layout, parts, shape, dtype)
+
+    @property
+    def has_columns_in_order(self) -> bool:
+        """Whether stored block indices say that columns are in order, so that the formula needs none."""
+        indices = self.parts.get(Role.BLOCK_INDICES)
+        return indices is not None and bool((indices.read() == -1).all())
 
     def read(self) -> torch.Tensor:
         """Read the stored tensors and decode them, one expert after the other. Raises CheckpointError if damaged."""
         if self._has_experts:
             return _filled(self)
         tensors = {role: stored.read() for role, stored in self.parts.items()}
-        for role in (Role.SCALES, Role.GLOBAL_SCALE):
-            if role in tensors and not scales_in_fp32(tensors[role]).isfinite().all():
-                raise self._damaged(role, "NaN or infinity; the scales of weights must be finite")
-        if Role.BLOCK_INDICES in tensors:
-            indices = tensors[Role.BLOCK_INDICES]
-            count = self.layout.block_counts(*self.shape[-2:])[1]
-            if (indices == -1).all():  # compressed-tensors writes this if columns are in order
-                del tensors[Role.BLOCK_INDICES]
-            elif not (indices.min() >= 0 and indices.max() < count):
-                raise self._damaged(Role.BLOCK_INDICES, f"an index outside of 0 to {count - 1}")
-        return self.layout.decode(tensors, self.dtype).contiguous()
-
-    def _damaged(self, role: Role, problem: str) -> CheckpointError:
-        tensor = self.parts[role].tensor
-        text = f"{tensor.file}: {tensor.key} contains {problem}, so the file is damaged"
-        return CheckpointError(text, name=tensor.key, path=tensor.file)
+        if self.has_columns_in_order:
+            del tensors[Role.BLOCK_INDICES]
+        return self.layout.formula.decode(tensors, self.dtype).contiguous()
 
     def rows(self, start: int, stop: int) -> Recipe:
         """Decode fewer experts. Raises UnfollowedError if there is only one matrix."""
@@ -259,9 +327,9 @@ class Decoded(Recipe):
         parts = {role: stored.rows(start, stop) for role, stored in self.parts.items()}
         return Decoded(self.layout, parts, (stop - start, *self.shape[1:]), self.dtype)
 
-    def stored(self) -> Iterator[Stored]:
-        """Yield the stored tensors that it reads."""
-        return iter(self.parts.values())
+    def sources(self) -> list[Recipe]:
+        """Return the stored tensors."""
+        return list(self.parts.values())
 
     def file_ranges(self) -> Iterator[FileRange]:
         """Raise UnfollowedError: no file stores the decoded bytes."""
@@ -314,7 +382,7 @@ class Replayed(Recipe):
         if rule and isinstance(source, Recipe) and self.shape and not any(isinstance(item, Recipe) for item in later):
             changed = rule(source.shape, self.shape, later, stop - start)
         if changed is None:
-            raise UnfollowedError(self._name)
+            raise UnfollowedError(self.operation_name)
         shape = (stop - start, *self.shape[1:])
         return dataclasses.replace(self, arguments=(source.rows(start, stop), *changed), shape=shape)
 
@@ -322,11 +390,12 @@ class Replayed(Recipe):
         """Yield the ranges of files with its bytes."""
         source = self.arguments[0]
         if self.operation not in _KEEP_ORDER or not isinstance(source, Recipe):
-            raise UnfollowedError(self._name)
+            raise UnfollowedError(self.operation_name)
         return source.file_ranges()
 
     @property
-    def _name(self) -> str:
+    def operation_name(self) -> str:
+        """Name of the operation in errors."""
         return str(self.operation).removeprefix("aten.").split(".")[0]
 
 

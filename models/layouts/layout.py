@@ -41,25 +41,20 @@ class Packing:
     """Storage of a matrix of numbers, several of which may share an element of the stored tensor.
 
     Attributes:
-        dtypes: possible dtypes of the stored tensor, all of one size.
-        bits: bits of a number; equal to the bits of an element if numbers are not packed.
+        bits: bits of a number.
+        count: numbers in one element of the stored tensor.
         dim: -1 if neighbours in the last stored dimension share an element, -2 for the dimension before it.
         transposed: whether the stored tensor is [in, out] instead of [out, in].
         order: number n of an element starts at its bit `order[n] * bits`; empty for ascending order.
         folded: whether the last two stored dimensions are blocks of columns, [..., out, blocks, elements].
     """
 
-    dtypes: tuple[torch.dtype, ...]
     bits: int
+    count: int = 1
     dim: int = -1
     transposed: bool = False
     order: tuple[int, ...] = ()
     folded: bool = False
-
-    @property
-    def count(self) -> int:
-        """Numbers in one element."""
-        return self.dtypes[0].itemsize * 8 // self.bits
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape [..., out, in] of the numbers in a tensor of shape `stored`."""
@@ -80,34 +75,23 @@ class Packing:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightLayout:
-    """The stored tensors of a matrix, and the formula that decodes it.
+class MatrixFormula:
+    """The formula that decodes a matrix from its stored tensors.
 
     Attributes:
-        name: name in messages and reports.
-        source: where the formula is published.
-        suffixes: suffix of each stored tensor's key; `matrix_suffix` replaces it in the key of the matrix.
-        optional: suffixes of stored tensors that a matrix may lack.
         packing: storage of the values.
         number: type of the values.
-        scales: possible dtypes of the scales; uint8 contains exponents (e8m0).
         block: rows and columns that share a scale; None for all of them. Blocks at the edges may be partial.
-        is_transposed: whether the model's matrix is [in, out].
+        is_transposed: whether the decoded matrix is [in, out].
         divides: whether the global scale divides the scales instead of multiplying them.
         zero_points: storage of the zero points [out, blocks of columns]; None if all are `zero_point`.
         zero_point: zero point of all values if none are stored.
         zero_point_offset: number that is added to stored zero points, modulo their range.
     """
 
-    name: str
-    source: str
-    suffixes: Mapping[Role, str]
     packing: Packing
     number: Number
-    scales: tuple[torch.dtype, ...]
     block: tuple[int | None, int | None]
-    matrix_suffix: str = "weight"
-    optional: Mapping[Role, str] = dataclasses.field(default_factory=dict)
     is_transposed: bool = False
     divides: bool = False
     zero_points: Packing | None = None
@@ -115,26 +99,36 @@ class WeightLayout:
     zero_point_offset: int = 0
 
     def decode(self, stored: Mapping[Role, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the matrix [..., out, in] in `dtype`, or [..., in, out] if the model's matrix is transposed."""
+        """Return the matrix in `dtype`: [..., out, in], or [..., in, out] if it is transposed."""
         values = self._floats(self.packing.unpack(stored[Role.VALUES]))
         rows, columns = values.shape[-2:]
-        blocks = (*values.shape[:-2], *self.block_counts(rows, columns))
-        scales = scales_in_fp32(stored[Role.SCALES])
-        if self.packing.transposed and scales.dim() == values.dim():
-            scales = scales.transpose(-1, -2)
-        scales = scales.reshape(blocks)
-        if Role.GLOBAL_SCALE in stored:
-            factor = stored[Role.GLOBAL_SCALE].float().reshape(*values.shape[:-2], 1, 1)
-            scales = scales / factor if self.divides else scales * factor
-        if self.zero_points is not None:
-            packing = self.zero_points
-            zero_points = packing.unpack(stored[Role.ZERO_POINTS])[..., : blocks[-2], :] + self.zero_point_offset
-            zero_points = zero_points & ((1 << packing.bits) - 1)
-            values = values - self._spread(zero_points.float(), stored, rows, columns)
+        zero_points = self.stored_zero_points(stored)
+        if zero_points is not None:
+            values = values - self._spread(zero_points, stored, rows, columns)
         elif self.zero_point:
             values = values - self.zero_point
-        matrix = (values * self._spread(scales, stored, rows, columns)).to(dtype)
+        matrix = (values * self._spread(self.block_scales(stored), stored, rows, columns)).to(dtype)
         return matrix.transpose(-1, -2) if self.is_transposed else matrix
+
+    def block_scales(self, stored: Mapping[Role, torch.Tensor]) -> torch.Tensor:
+        """Return the scale of every block in fp32, [..., blocks of rows, blocks of columns]."""
+        *leading, rows, columns = self.packing.shape(tuple(stored[Role.VALUES].shape))
+        scales = scales_in_fp32(stored[Role.SCALES])
+        if self.packing.transposed and scales.dim() == len(leading) + 2:
+            scales = scales.transpose(-1, -2)
+        scales = scales.reshape(*leading, *self.block_counts(rows, columns))
+        if Role.GLOBAL_SCALE in stored:
+            factor = stored[Role.GLOBAL_SCALE].float().reshape(*leading, 1, 1)
+            scales = scales / factor if self.divides else scales * factor
+        return scales
+
+    def stored_zero_points(self, stored: Mapping[Role, torch.Tensor]) -> torch.Tensor | None:
+        """Return the zero point of every block in fp32, [..., blocks of rows, blocks of columns]; None if all agree."""
+        if self.zero_points is None:
+            return None
+        rows, columns = self.packing.shape(tuple(stored[Role.VALUES].shape))[-2:]
+        zero_points = self.zero_points.unpack(stored[Role.ZERO_POINTS])[..., : self.block_counts(rows, columns)[0], :]
+        return ((zero_points + self.zero_point_offset) & ((1 << self.zero_points.bits) - 1)).float()
 
     def block_counts(self, rows: int, columns: int) -> tuple[int, int]:
         """Return how many blocks a matrix has along its rows and along its columns."""
@@ -159,6 +153,29 @@ class WeightLayout:
         if block_columns is not None and block_columns > 1:
             numbers = numbers.repeat_interleave(block_columns, -1)[..., :columns]
         return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightLayout:
+    """The stored tensors of a matrix, and the formula that decodes it.
+
+    Attributes:
+        name: name in messages and reports.
+        source: where the formula is published.
+        suffixes: suffix of each stored tensor's key; `matrix_suffix` replaces it in the key of the matrix.
+        dtypes: possible dtypes of the tensor of values, all of one size, and of the zero points.
+        scales: possible dtypes of the scales; uint8 contains exponents (e8m0).
+        optional: suffixes of stored tensors that a matrix may lack.
+    """
+
+    name: str
+    source: str
+    suffixes: Mapping[Role, str]
+    dtypes: tuple[torch.dtype, ...]
+    scales: tuple[torch.dtype, ...]
+    formula: MatrixFormula
+    matrix_suffix: str = "weight"
+    optional: Mapping[Role, str] = dataclasses.field(default_factory=dict)
 
 
 def scales_in_fp32(stored: torch.Tensor) -> torch.Tensor:

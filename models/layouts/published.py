@@ -10,12 +10,14 @@ import msgspec
 import torch
 
 from moepass.models.errors import CheckpointError, one_of
-from moepass.models.layouts.layout import Number, Packing, Role, WeightLayout
+from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role, WeightLayout
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-_E4M3 = Packing((torch.float8_e4m3fn,), 8)
-_E2M1 = Packing((torch.uint8, torch.int8), 4)
+_BYTES = (torch.uint8, torch.int8)
+_WORDS = (torch.int32,)
+_E2M1 = Packing(4, count=2)
+_MX = MatrixFormula(_E2M1, Number.E2M1, (1, 32))
 
 _FP8_SOURCE = "DeepSeek-V3, inference/kernel.py, weight_dequant"
 _MX_SOURCE = "OCP Microscaling Formats (MX) v1.0, section 6.3"
@@ -96,7 +98,7 @@ def _fp8(config: _Fp8) -> Quantization:
     layouts = [fp8, dataclasses.replace(fp8, suffixes=suffixes, matrix_suffix="weight")]
     layouts += [_fp8_layout(block, "_scale") for block in ((None, None), (1, None))]
     if config.expert_dtype == "fp4":
-        layouts.append(WeightLayout("fp4 blocks", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, _EXPONENTS, (1, 32)))
+        layouts.append(WeightLayout("fp4 blocks", _MX_SOURCE, suffixes, _BYTES, _EXPONENTS, _MX))
     if config.moe_quant_algo == "NVFP4":  # NVIDIA's DeepSeek-V4: FP8 attention, NVFP4 experts
         layouts.append(_NVFP4)
     return Quantization("fp8", tuple(layouts), (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ())))
@@ -107,7 +109,8 @@ def _fp8_layout(block: _Block, suffix: str, scales: tuple[torch.dtype, ...] = _F
     name = names.get(block, "fp8 blocks")
     # A fused tensor of experts `gate_up_proj` has the scales `gate_up_proj_scale_inv`.
     suffixes = {Role.VALUES: "", Role.SCALES: suffix}
-    return WeightLayout(name, _FP8_SOURCE, suffixes, _E4M3, Number.E4M3, scales, block, matrix_suffix="")
+    formula = MatrixFormula(Packing(8), Number.E4M3, block)
+    return WeightLayout(name, _FP8_SOURCE, suffixes, (torch.float8_e4m3fn,), scales, formula, matrix_suffix="")
 
 
 class _Mxfp4(msgspec.Struct):
@@ -116,12 +119,8 @@ class _Mxfp4(msgspec.Struct):
 
 def _mxfp4(config: _Mxfp4) -> Quantization:
     suffixes = {Role.VALUES: "_blocks", Role.SCALES: "_scales"}
-    packing = dataclasses.replace(_E2M1, folded=True)
-    layout = WeightLayout(
-        *("mxfp4", _MX_SOURCE, suffixes, packing, Number.E2M1, (torch.uint8,), (1, 32)),
-        matrix_suffix="",
-        is_transposed=True,
-    )
+    formula = dataclasses.replace(_MX, packing=dataclasses.replace(_E2M1, folded=True), is_transposed=True)
+    layout = WeightLayout("mxfp4", _MX_SOURCE, suffixes, _BYTES, (torch.uint8,), formula, matrix_suffix="")
     return Quantization("mxfp4", (layout,), config.modules_to_not_convert or ())
 
 
@@ -140,10 +139,9 @@ _NVFP4 = WeightLayout(
     "nvfp4",
     _NVFP4_SOURCE,
     {Role.VALUES: "weight", Role.SCALES: "weight_scale", Role.GLOBAL_SCALE: "weight_scale_2"},
-    _E2M1,
-    Number.E2M1,
+    _BYTES,
     (torch.float8_e4m3fn,),
-    (1, 16),
+    MatrixFormula(_E2M1, Number.E2M1, (1, 16)),
 )
 
 
@@ -208,12 +206,13 @@ def _nvfp4_packed(weights: _Weights) -> WeightLayout:
         Role.SCALES: "weight_scale",
         Role.GLOBAL_SCALE: "weight_global_scale",
     }
-    return dataclasses.replace(_NVFP4, name="nvfp4 packed", source=_COMPRESSED_SOURCE, suffixes=suffixes, divides=True)
+    formula = dataclasses.replace(_NVFP4.formula, divides=True)
+    return WeightLayout("nvfp4 packed", _COMPRESSED_SOURCE, suffixes, _NVFP4.dtypes, _NVFP4.scales, formula)
 
 
 def _mxfp4_packed(weights: _Weights) -> WeightLayout:
     suffixes = {Role.VALUES: "weight_packed", Role.SCALES: "weight_scale"}
-    return WeightLayout("mxfp4 packed", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, (torch.uint8,), (1, 32))
+    return WeightLayout("mxfp4 packed", _MX_SOURCE, suffixes, _BYTES, (torch.uint8,), _MX)
 
 
 def _pack_quantized(weights: _Weights) -> WeightLayout:
@@ -221,20 +220,14 @@ def _pack_quantized(weights: _Weights) -> WeightLayout:
     if bits not in (4, 8) or weights.type != "int":
         raise _UnknownVariantError("num_bits", bits, "integers with 4 or 8 bits")
     suffixes = {Role.VALUES: "weight_packed", Role.SCALES: "weight_scale"}
-    packing = Packing((torch.int32,), bits)
-    layout = WeightLayout(
-        *(f"int{bits} packed", _COMPRESSED_SOURCE, suffixes, packing, Number.INT, _FLOATS, _strategy_block(weights)),
-        optional={Role.BLOCK_INDICES: "weight_g_idx"},
-        zero_point=1 << (bits - 1),
-    )
-    if weights.symmetric:
-        return layout
-    return dataclasses.replace(
-        layout,
-        suffixes={**suffixes, Role.ZERO_POINTS: "weight_zero_point"},
-        zero_points=dataclasses.replace(packing, dim=-2),
-        zero_point=0,
-    )
+    formula = MatrixFormula(Packing(bits, 32 // bits), Number.INT, _strategy_block(weights), zero_point=1 << (bits - 1))
+    if not weights.symmetric:
+        suffixes[Role.ZERO_POINTS] = "weight_zero_point"
+        zero_points = dataclasses.replace(formula.packing, dim=-2)
+        formula = dataclasses.replace(formula, zero_points=zero_points, zero_point=0)
+    optional = {Role.BLOCK_INDICES: "weight_g_idx"}
+    name = f"int{bits} packed"
+    return WeightLayout(name, _COMPRESSED_SOURCE, suffixes, _WORDS, _FLOATS, formula, optional=optional)
 
 
 _FORMATS: Mapping[str, Callable[[_Weights], WeightLayout]] = {
@@ -264,6 +257,9 @@ def _strategy_block(weights: _Weights) -> _Block:
     return 1, _size("group_size", weights.group_size)
 
 
+_QWEIGHT = {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"}
+
+
 class _Gptq(msgspec.Struct):
     bits: int
     group_size: int = 128
@@ -283,19 +279,16 @@ def _gptq(config: _Gptq) -> Quantization:
         differs = any(settings.get(name, value) != value for name, value in default.items())
         if differs and not pattern.startswith("-:"):
             raise _UnknownVariantError("dynamic", pattern, "the same bits and group_size in all modules")
-    packing = Packing((torch.int32,), config.bits, transposed=True)
-    layout = WeightLayout(
-        f"gptq int{config.bits}",
-        _GPTQ_SOURCE,
-        {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"},
+    packing = Packing(config.bits, 32 // config.bits, transposed=True)
+    formula = MatrixFormula(
         dataclasses.replace(packing, dim=-2),
         Number.INT,
-        _FLOATS,
         (1, _group_size(config.group_size)),
-        optional={Role.BLOCK_INDICES: "g_idx"},
         zero_points=packing,
         zero_point_offset=1 if version == "gptq" else 0,
     )
+    name, optional = f"gptq int{config.bits}", {Role.BLOCK_INDICES: "g_idx"}
+    layout = WeightLayout(name, _GPTQ_SOURCE, _QWEIGHT, _WORDS, _FLOATS, formula, optional=optional)
     return Quantization("gptq", (layout,), config.modules_to_not_convert or ())
 
 
@@ -313,10 +306,9 @@ def _awq(config: _Awq) -> Quantization:
     for name, value, expected in settings:
         if value != expected:
             raise _UnknownVariantError(name, value, f"{name}={expected!r}")
-    packing = Packing((torch.int32,), 4, transposed=True, order=(0, 4, 1, 5, 2, 6, 3, 7))
-    suffixes = {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"}
-    block = (1, _group_size(config.group_size))
-    layout = WeightLayout("awq int4", _AWQ_SOURCE, suffixes, packing, Number.INT, _FLOATS, block, zero_points=packing)
+    packing = Packing(4, 8, transposed=True, order=(0, 4, 1, 5, 2, 6, 3, 7))
+    formula = MatrixFormula(packing, Number.INT, (1, _group_size(config.group_size)), zero_points=packing)
+    layout = WeightLayout("awq int4", _AWQ_SOURCE, _QWEIGHT, _WORDS, _FLOATS, formula)
     return Quantization("awq", (layout,), config.modules_to_not_convert or ())
 
 

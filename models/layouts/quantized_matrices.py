@@ -95,7 +95,7 @@ def _candidates(
     """Yield the key of the matrix, the layout and the keys by role, for each layout whose tensors exist."""
     for layout in layouts:
         suffix = layout.suffixes[Role.VALUES]
-        if dtype not in layout.packing.dtypes or not key.endswith(suffix):
+        if dtype not in layout.dtypes or not key.endswith(suffix):
             continue
         stem = key.removesuffix(suffix)
         keys = {role: stem + suffix for role, suffix in layout.suffixes.items()}
@@ -124,13 +124,14 @@ def _checked_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the matrix. Raises CheckpointError if the stored tensors do not fit together."""
     key, values = tensors[Role.VALUES]
-    if len(values.shape) < (3 if layout.packing.folded else 2) or 0 in values.shape:
+    if len(values.shape) < (3 if layout.formula.packing.folded else 2) or 0 in values.shape:
         raise _misfit(name, key, values, "2 or more dimensions, none of them empty")
-    *leading, rows, columns = layout.packing.shape(values.shape)
-    blocks = layout.block_counts(rows, columns)
+    formula = layout.formula
+    *leading, rows, columns = formula.packing.shape(values.shape)
+    blocks = formula.block_counts(rows, columns)
     per_matrix = [(*leading,), (*leading, 1)]
     shapes: dict[Role, list[tuple[int, ...]]] = defaultdict(list)
-    shapes[Role.SCALES] = [(*leading, *(blocks[::-1] if layout.packing.transposed else blocks))]
+    shapes[Role.SCALES] = [(*leading, *(blocks[::-1] if formula.packing.transposed else blocks))]
     if blocks[1] == 1:
         shapes[Role.SCALES].append((*leading, blocks[0]))
     if blocks == (1, 1):
@@ -142,19 +143,19 @@ def _checked_shape(
         Role.GLOBAL_SCALE: (torch.float32,),
         Role.BLOCK_INDICES: (torch.int32, torch.int64),
     }
-    if (packing := layout.zero_points) is not None:
+    if (packing := formula.zero_points) is not None:
         stored_rows = -(-blocks[0] // packing.count)
         shapes[Role.ZERO_POINTS] = [
             (*leading, *((blocks[1], stored_rows) if packing.transposed else (stored_rows, blocks[1])))
         ]
-        dtypes[Role.ZERO_POINTS] = packing.dtypes
+        dtypes[Role.ZERO_POINTS] = layout.dtypes
     for role in tensors.keys() - {Role.VALUES}:
         key, tensor = tensors[role]
         if tensor.dtype not in dtypes[role]:
             raise _misfit(name, key, tensor, " or ".join(str(dtype) for dtype in dtypes[role]))
         if tuple(tensor.shape) not in shapes[role]:
             raise _misfit(name, key, tensor, f"shape {list(shapes[role][0])} for {layout.name} [{rows}, {columns}]")
-    return (*leading, columns, rows) if layout.is_transposed else (*leading, rows, columns)
+    return (*leading, columns, rows) if formula.is_transposed else (*leading, rows, columns)
 
 
 def _misfit(name: str, key: str, tensor: TensorDescription, expected: str) -> CheckpointError:
@@ -169,7 +170,7 @@ def _incomplete(
     missing = []
     for layout in quantization.layouts:
         suffix = layout.suffixes[Role.VALUES]
-        if key.endswith(suffix) and tensors[key].dtype in layout.packing.dtypes:
+        if key.endswith(suffix) and tensors[key].dtype in layout.dtypes:
             stem = key.removesuffix(suffix)
             lacking = [stem + suffix for suffix in layout.suffixes.values() if stem + suffix not in tensors]
             missing.append(f"{' and '.join(lacking)} ({layout.name})")

@@ -12,6 +12,7 @@ import torch
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
+from moepass.models.layouts.layout import MatrixFormula, Role
 from moepass.passes.ir.activation_memory import ActivationMemory
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
@@ -61,6 +62,23 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class DecodedPart:
+    """Indices [start, stop) of dimension `dim` of a bank's `tensor`, which are decoded from stored tensors.
+
+    Attributes:
+        stored: positions in `BankSpec.stored`, by role
+        formula: None if the stored values are only converted to the dtype of the tensor
+    """
+
+    tensor: TensorSpec
+    dim: int
+    start: int
+    stop: int
+    stored: tuple[tuple[Role, int], ...]
+    formula: MatrixFormula | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class BankSpec:
     """All expert weights of one MoE layer, packed into one buffer.
 
@@ -74,6 +92,9 @@ class BankSpec:
         one_by_one: positions of tensors whose shard is one parameter [...] per expert. All other tensors are one
             parameter [experts of the rank, ...], unless a recipe computes them
         recipes: how tensors are computed from parameters. Parameters that only recipes read follow all others
+        stored: layout of the bank at rest and on the link, if it rests quantised: the tensors of the checkpoint, each
+            [experts, ...]. The plan of a graph leaves it out
+        parts: how all tensors are decoded from the stored ones
     """
 
     index: int
@@ -86,6 +107,16 @@ class BankSpec:
     in_parts: tuple[int, ...] = ()
     one_by_one: tuple[int, ...] = ()
     recipes: tuple[WeightRecipe, ...] = ()
+    stored: tuple[TensorSpec, ...] = ()
+    parts: tuple[DecodedPart, ...] = ()
+
+    @property
+    def at_rest(self) -> BankSpec:
+        """The bank with the tensors that rest and travel; itself if these are the tensors of a slot."""
+        if not self.stored:
+            return self
+        plain = BankFormat.plain(self.format.link_bytes)
+        return dataclasses.replace(self, format=plain, tensors=self.stored, stored=(), parts=())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,12 +81,13 @@ def expert_range(bank: BankSpec, rank: int) -> range:
 
 
 def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
-    """Return the layout of the shard of `rank`. Raises InputError like `expert_range`.
+    """Return the layout of the shard of `rank` at rest. Raises InputError like `expert_range`.
 
     `bank` must list all of its tensors.
     """
     count = len(expert_range(bank, rank))
-    return pack_layout((tensor.name, (count, *tensor.shape[1:]), tensor.torch_dtype) for tensor in bank.tensors)
+    tensors = bank.at_rest.tensors
+    return pack_layout((tensor.name, (count, *tensor.shape[1:]), tensor.torch_dtype) for tensor in tensors)
 
 
 def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
@@ -115,13 +116,14 @@ def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
 
 
 def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
-    """Return the pieces that copy the shard of `rank` into a slot, one per tensor; none for a rank without experts.
+    """Return the pieces that copy the shard of `rank` into a slot, or into the encoded buffer if `bank` is encoded.
 
-    `bank` must list all of its tensors. Raises InputError like `expert_range`.
+    There is one per tensor at rest, and none for a rank without experts. `bank` must list all of its tensors. Raises
+    InputError like `expert_range`.
     """
     first = expert_range(bank, rank).start
     pieces = []
-    for shard, tensor in zip(shard_layout(bank, rank).tensors, bank.tensors, strict=True):
+    for shard, tensor in zip(shard_layout(bank, rank).tensors, bank.at_rest.tensors, strict=True):
         expert_bytes = math.prod(tensor.shape[1:]) * tensor.torch_dtype.itemsize
         if shard.nbytes:
             pieces.append(Piece(shard.offset_bytes, tensor.offset_bytes + first * expert_bytes, shard.nbytes))

@@ -19,9 +19,10 @@ from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import pack_layout, parameter_places, shard_layout
+from moepass.passes.ir.shards import parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
-from moepass.runtime.kernels.decoders import codec_of
+from moepass.runtime.banks.stored_bank import packed, stored_bank
+from moepass.runtime.kernels.decoders import decode_bank
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 from moepass.runtime.transfer.home_protocol import Home
@@ -60,35 +61,35 @@ class Bank:
 def describe_bank(
     index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, expert_bounds: tuple[int, ...] = ()
 ) -> BankSpec:
-    """Return the spec of the bank that complete `tensors`, each [experts, ...], are packed into."""
-    layout = pack_layout((key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items())
-    return BankSpec(index, name, home, BankFormat.plain(layout.nbytes), layout.tensors, expert_bounds)
+    """Return the spec of the bank that complete `tensors`, each [experts, ...], are packed into.
 
-
-def pack_bank(
-    index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool, decoder: str = ""
-) -> Bank:
-    """Pack `tensors`, each [experts, ...], into one buffer in host memory, pinned if `pin`.
-
-    With `decoder` the bank rests in the format of that name. Raises InputError if there is no such format, or if it
-    cannot represent these tensors.
+    Quantised tensors that are not read yet rest as the checkpoint stores them, if `bank_parts` can say how.
     """
+    layout = packed(tensors)
+    spec = BankSpec(index, name, home, BankFormat.plain(layout.nbytes), layout.tensors, expert_bounds)
+    stored = stored_bank(tensors)
+    if stored is None:
+        return spec
+    at_rest = packed(stored.tensors)
+    format = BankFormat(at_rest.nbytes, at_rest.nbytes, layout.nbytes, stored.name)
+    return dataclasses.replace(spec, format=format, stored=at_rest.tensors, parts=stored.parts)
+
+
+def resting_tensors(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors that rest in the bank of `tensors`: those that the checkpoint stores, or `tensors`."""
+    stored = stored_bank(tensors)
+    return tensors if stored is None else stored.tensors
+
+
+def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool) -> Bank:
+    """Pack `tensors`, each [experts, ...], into one buffer in host memory, pinned if `pin`."""
     spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
     with torch.inference_mode(False):  # the shard needs a version counter, which shows writes in place
-        shard = torch.empty(spec.format.slot_bytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
-        write_parts(spec, 0, list(tensors.values()), shard)
-        if decoder:
-            shard, spec = _encoded(spec, shard, decoder, pin)
+        shard = torch.empty(spec.format.home_bytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
+        write_parts(spec, 0, list(resting_tensors(tensors).values()), shard)
     return Bank(spec, shard)
-
-
-def _encoded(spec: BankSpec, plain: torch.Tensor, decoder: str, pin: bool) -> tuple[torch.Tensor, BankSpec]:
-    codec = codec_of(decoder)
-    shard = codec.encode(plain)
-    format = BankFormat(shard.numel(), codec.link_bytes(shard.numel()), plain.numel(), decoder)
-    return (shard.pin_memory() if pin else shard), dataclasses.replace(spec, format=format)
 
 
 def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
@@ -228,7 +229,7 @@ class BankStore:
         if not format.is_encoded:
             return read(bank, sources, start, stop, self.device)
         slot = torch.empty(format.slot_bytes, dtype=torch.uint8, device=self.device)
-        codec_of(format.decoder).decode(read(bank, sources, 0, format.link_bytes, self.device), slot)
+        decode_bank(bank, read(bank, sources, 0, format.link_bytes, self.device), slot)
         return slot[start:stop]
 
     def read_tensor(self, bank: BankSpec, inputs: Sequence[torch.Tensor], index: int) -> torch.Tensor:

@@ -123,8 +123,11 @@ class Schedules:
             )
         ring = store.ring(self._debug, self._plan.slot_bytes)
         ring.reserve(self._plan.slots, 0)
+        # Layers that share code have other banks, and the plan does not know how banks are decoded.
         specs = {
-            planned.index: dataclasses.replace(planned, index=spec.index, name=spec.name)
+            planned.index: dataclasses.replace(
+                planned, index=spec.index, name=spec.name, stored=spec.stored, parts=spec.parts
+            )
             for planned, (_, spec) in zip(self.banks, stored, strict=True)
         }
         with self._lock:
@@ -132,8 +135,10 @@ class Schedules:
             if has_default_ring and list(specs.values()) == self.banks:
                 schedule = self.default
             else:
-                names = f"here for {', '.join(spec.name for spec in specs.values())}"
-                remark = names if self.default.ring is None else f"compiled for another layer; {names}"
+                remark = f"here for {', '.join(spec.name for spec in specs.values())}"
+                if self.default.ring is not None:
+                    is_own = [spec.index for spec in specs.values()] == [bank.index for bank in self.banks]
+                    remark = "" if has_default_ring and is_own else f"compiled for another layer; {remark}"
                 bound = self._bind(self._top, self._specs | specs, ring, remark)
                 schedule = Schedule(bound, weakref.ref(ring))
             # Adoption may have given the parameters new storage; compute the key again.

@@ -14,7 +14,7 @@ from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec, TensorSpec
 from moepass.passes.ir.shards import ShardLayout, expert_range, parameter_places, shard_layout, shard_pieces
-from moepass.runtime.banks.banks import Bank, describe_bank, write_parts
+from moepass.runtime.banks.banks import Bank, describe_bank, resting_tensors, write_parts
 from moepass.runtime.banks.mutation_guard import sample_of
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.peers import PeerGroup
@@ -91,7 +91,8 @@ class PeerPacker:
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
         """Return bank `index` with this rank's experts in shared memory. It can be read after `connect`."""
         experts = expert_range(self._specs[index], self.group.rank)
-        return self.pack_part(index, [tensor.detach()[experts.start : experts.stop] for tensor in tensors.values()])
+        parts = [tensor.detach()[experts.start : experts.stop] for tensor in resting_tensors(tensors).values()]
+        return self.pack_part(index, parts)
 
     def pack_part(self, index: int, parts: Sequence[torch.Tensor]) -> Bank:
         """Return bank `index`, packed from the parameters of this rank's shard, as `parameter_places` lists them."""

@@ -1,44 +1,52 @@
-"""The formats of banks at rest and on the link, by the name of their decoder.
+"""Decoding of a bank that rests as its checkpoint stores it, quantised, into the tensors of a slot.
 
-`encode` runs once, when a bank is packed. `decode` runs with the copies: on a CPU in the copy thread, on CUDA on the
-copy stream, where it may allocate memory but must not wait for the device.
+It runs with the copies: on a CPU in the copy thread, on CUDA on the copy stream, where it may allocate memory but must
+not wait for the device.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 
 import torch
 
-from moepass.models.errors import InputError, one_of
+from moepass.models.errors import InputError
+from moepass.models.layouts.layout import MatrixFormula, Role
+from moepass.passes.ir.plan import BankSpec, DecodedPart
+from moepass.runtime.kernels.cpu_decoder import can_decode, decode_on_cpu
+
+# [Empirical] Experts are decoded together up to this size in fp32, so that temporary memory stays small.
+_DECODED_AT_ONCE_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """The functions of one format. All tensors are flat uint8 and contiguous.
+def decode_bank(bank: BankSpec, encoded: torch.Tensor, slot: torch.Tensor) -> None:
+    """Write the tensors of `bank` into `slot` from the bytes on the link, `encoded`; both flat uint8 on one device.
 
-    `encode` returns the bytes at rest for the bytes of a slot, in host memory, and raises InputError if decoding would
-    not restore them. `link_bytes` returns how many of the bytes at rest travel, from the first on. `decode` writes the
-    bytes of the slot (second argument) from the bytes of the link (first), on one device.
+    Raises InputError if `bank` does not have the parts that its store knows, as in the plan of a graph.
     """
-
-    encode: Callable[[torch.Tensor], torch.Tensor]
-    link_bytes: Callable[[int], int]
-    decode: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-_codecs: dict[str, Codec] = {}
-
-
-def register_codec(name: str, codec: Codec) -> None:
-    """Register the decoder of a format. Raises InputError if the name is empty or taken."""
-    if not name or _codecs.setdefault(name, codec) is not codec:
-        raise InputError(f"a decoder cannot be called {name!r}: its name must be unique and not empty")
+    if not bank.parts:
+        raise InputError(
+            f"bank {bank.name} rests as {bank.format.decoder!r}, and its plan does not say how to decode it"
+        )
+    with torch.no_grad():
+        for part in bank.parts:
+            tensor = part.tensor.view(slot).narrow(part.dim, part.start, part.stop - part.start)
+            _decode(part, {role: bank.stored[index].view(encoded) for role, index in part.stored}, tensor)
 
 
-def codec_of(name: str) -> Codec:
-    """Return the codec registered as `name`. Raises InputError if no codec has that name."""
-    if name not in _codecs:
-        raise InputError(f"decoder is {name!r}; the registered decoders are {one_of(_codecs) or 'none'}")
-    return _codecs[name]
+def _decode(part: DecodedPart, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
+    """Write one part of a tensor, `target` [experts, ...], from its stored tensors [experts, ...]."""
+    if part.formula is None:
+        target.copy_(stored[Role.VALUES])
+        return
+    count = max(1, _DECODED_AT_ONCE_BYTES // (4 * math.prod(target.shape[1:]) or 1))
+    for start in range(0, len(target), count):
+        experts = {role: values[start : start + count] for role, values in stored.items()}
+        decode = decode_on_cpu if can_decode(target) else decode_in_torch
+        decode(part.formula, experts, target[start : start + count])
+
+
+def decode_in_torch(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
+    """Decode into `target` by operations of torch, on any device."""
+    target.copy_(formula.decode(stored, target.dtype))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import sys
 from collections import deque
@@ -34,7 +35,8 @@ from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter
-from moepass.runtime.banks.banks import keep_whole_model_store, whole_model_store
+from moepass.runtime.banks.banks import keep_whole_model_store, resting_tensors, whole_model_store
+from moepass.runtime.banks.stored_bank import why_decoded
 from moepass.runtime.homes.disk.disk_home import why_made
 from moepass.runtime.homes.options.home_options import HomeOptions, SpreadOptions
 from moepass.runtime.homes.options.packers import make_packer, options_of
@@ -56,6 +58,8 @@ from moepass.runtime.ranks.agree import Topic, agree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger("moepass")
 
 _CHECKPOINT = "description of its checkpoint"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
@@ -79,12 +83,14 @@ def load_pretrained(
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Return the model in the checkpoint folder `path`, with its experts at `home`. Quantised weights are dequantised.
+    """Return the model in the checkpoint folder `path`, with its experts at `home`.
+
+    Quantised experts rest and travel as they are stored, and are decoded into the slot; other quantised weights are
+    decoded once.
 
     The model computes the same as after `from_pretrained` and `offload_experts`, but each process reads only the dense
     weights and its own experts: all experts with home `host`, those of its rank with `peer` and `hybrid`, where all
-    ranks must call this, and none with `disk`. Beyond these bytes it needs memory for one expert at most, or for a few
-    matrices of one expert in fp32 while it decodes quantised weights. On the CPU
+    ranks must call this, and none with `disk`. Beyond these bytes it needs memory for one expert at most. On the CPU
     dense weights are views of the mapped file, as with from_pretrained; ranks on one machine share them.
 
     No file of the checkpoint may change while it is loaded. (Truncating a file while dense weights are read from it
@@ -131,6 +137,7 @@ def load_pretrained(
             unread_model = _UnreadModel(folder, *build_unread(folder, dtype, experts_implementation))
             compute_device = resolve_device(unread_model.model, device)
             placement = place_experts(unread_model.model, planning, options, compute_device)
+            unread_model.warn_of_decoded_experts()
             # Resident experts are read like dense weights.
             unread_model = dataclasses.replace(unread_model, resident=placement.resident)
             own_bytes = unread_model.own_bytes(rank, ranks, home_named(options.home).is_in_files)
@@ -194,7 +201,7 @@ class _UnreadModel:
         """
         recipes = [tensor.recipe for tensor in self.dense().values()]
         banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
-        in_files = [bank for bank in banks if not why_made(bank)] if stays_in_files else []
+        in_files = [bank for bank in banks if not why_made(resting_tensors(bank))] if stays_in_files else []
         unread = {id(value) for bank in in_files for value in bank.values()}
         for name, tensor in self.experts().items():
             if id(tensor) in unread:
@@ -211,6 +218,18 @@ class _UnreadModel:
                     value=error.operation,
                 ) from error
         return sum(stored.nbytes for recipe in recipes for stored in recipe.stored())
+
+    def warn_of_decoded_experts(self) -> None:
+        """Log a warning if quantised experts are decoded while they are loaded, so that all their bytes travel."""
+        for path, module in find_expert_modules(self.model).items():
+            if operation := why_decoded(expert_parameters(module)):
+                logger.warning(
+                    "the quantised experts of %s, and of layers like it, are decoded while they are loaded, because "
+                    "this family computes them by %s; at rest and on the link they take the bytes of decoded weights",
+                    path,
+                    operation,
+                )
+                return
 
     def topics(self) -> list[Topic]:
         """Return the topics that all ranks must agree on, from cause to effect.

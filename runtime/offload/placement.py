@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.expert_placement import largest_shard_bytes, smallest_shard_bytes
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.homes import COLLECTIVE, home_named
+from moepass.models.layouts.layout import Role
 from moepass.models.limits import MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
+from moepass.models.sizes.weight_formats import EXPERTS, WeightFormat
 from moepass.passes.ir.placed_model import PlacedModel
+from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.planner_decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Sequences
@@ -35,6 +38,7 @@ from moepass.passes.planner.model_problem import model_problem, resting_bytes
 from moepass.passes.planner.schedule_search import BudgetError
 from moepass.passes.planner.simulate import ExecutionModel
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
+from moepass.runtime.banks.banks import describe_bank
 from moepass.runtime.homes.options.home_options import HomeOptions
 from moepass.runtime.offload.residents import Residents, is_count
 from moepass.runtime.profiles.hardware_profiles import load_hardware, profile_json
@@ -185,18 +189,26 @@ class _PlanningInputs:
         self, model: nn.Module, experts: Experts, planning: PlanningOptions, options: HomeOptions, device: torch.device
     ) -> None:
         self.planning, self.options = planning, options
-        # Bytes by path of each complete bank, and of its largest shard.
+        # Bytes by path of each complete bank in a slot, and of its largest shard at rest.
         self.bank_bytes = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
+        specs = {path: describe_bank(0, path, values, home=options.home) for path, values in experts.items()}
+        self.stored = _stored_format(list(specs.values()))
+        resting_bytes = {
+            path: spec.format.home_bytes if spec.format.is_encoded else self.bank_bytes[path]
+            for path, spec in specs.items()
+        }
         self.shard_bytes = {
-            path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in self.bank_bytes.items()
+            path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in resting_bytes.items()
         }
         # Bytes of the smallest shard of matrices, which grouped GEMMs may read in place; slots always contain biases.
         matrix_bytes = {
             path: sum(value.nbytes for value in values.values() if value.dim() == 3) for path, values in experts.items()
         }
         self.read_in_place_bytes = {
-            path: smallest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in matrix_bytes.items()
+            path: smallest_shard_bytes(nbytes, counts[path], options.ranks)
+            for path, nbytes in matrix_bytes.items()
+            if not specs[path].format.is_encoded
         }
         # The number of each bank's layer.
         self.numbers = layer_numbers(self.bank_bytes)
@@ -249,6 +261,7 @@ class _PlanningInputs:
             self.planning.sequences,
             self.dtype,
             math.inf if budget is None else budget,
+            stored=self.stored,
             transport=self.options.transport,
         )
         return model_problem(
@@ -284,6 +297,18 @@ class _PlanningInputs:
             unknown=self.unknown,
             memory_source=memory_source(self.architecture is not None),
         )
+
+
+def _stored_format(banks: Collection[BankSpec]) -> WeightFormat | None:
+    """Return the format in which the first quantised matrix of `banks` rests; None if no bank rests quantised."""
+    for bank in banks:
+        for part in bank.parts:
+            if (formula := part.formula) is not None:
+                scale_bytes = bank.stored[dict(part.stored)[Role.SCALES]].torch_dtype.itemsize
+                zero_point_bytes = -(-formula.zero_points.bits // 8) if formula.zero_points is not None else 0
+                sizes = formula.packing.bits, *formula.block, scale_bytes + zero_point_bytes
+                return WeightFormat(bank.format.decoder, *sizes, (EXPERTS,), part.tensor.dtype)
+    return None
 
 
 def _machine(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec, GatherSignature
 from moepass.passes.ir.shards import expert_range, pieces_in_slot, shard_layout, slot_layout
-from moepass.runtime.kernels.decoders import codec_of
+from moepass.runtime.kernels.decoders import decode_bank
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.transfer.copier import Copier, RingStatistics, Wait
@@ -358,7 +359,7 @@ class Ring:
         self._statistics.decodes += 1
         encoded = self._encoded_buffer[: bank.format.link_bytes]
         slot = self._buffers[buffer][: bank.format.slot_bytes]
-        return self._copier.decode(copied, codec_of(bank.format.decoder).decode, encoded, slot)
+        return self._copier.decode(copied, functools.partial(decode_bank, bank), encoded, slot)
 
 
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:

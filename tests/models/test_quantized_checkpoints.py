@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def test_a_damaged_checkpoint_is_one_clear_error(how: str, tmp_path: Path) -> No
     quantised, _ = save_quantized(model, FORMS["fp8 blocks"], tmp_path)
     edit, message = DAMAGED[how]
     folder = broken_copy(quantised, tmp_path / "damaged", edit)
-    for load in (load_model, moepass.load_pretrained):
+    for load in (load_model, moepass.load_pretrained, functools.partial(moepass.load_pretrained, home="disk")):
         with pytest.raises(moepass.CheckpointError, match=message) as caught:
             load(folder)
         assert str(folder) in str(caught.value)

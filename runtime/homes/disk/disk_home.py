@@ -20,7 +20,7 @@ from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
-from moepass.runtime.banks.banks import Bank, describe_bank
+from moepass.runtime.banks.banks import Bank, describe_bank, resting_tensors
 from moepass.runtime.homes.disk.bank_files import BankFolder
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
 from moepass.runtime.system.background import run_in_background
@@ -125,8 +125,9 @@ class DiskPacker:
         Raises InputError if banks must be written, but there is no folder, or too little disk space, and
         CheckpointError if files were changed.
         """
-        made = {name: reason for name, tensors in banks.items() if (reason := why_made(tensors))}
-        needed = sum(value.nbytes for name in made for value in banks[name].values())
+        resting = {name: resting_tensors(tensors) for name, tensors in banks.items()}
+        made = {name: reason for name, tensors in resting.items() if (reason := why_made(tensors))}
+        needed = sum(value.nbytes for name in made for value in resting[name].values())
         if made and self._folder is None:
             name, reason = next(iter(made.items()))
             raise InputError(
@@ -134,7 +135,7 @@ class DiskPacker:
                 "home=moepass.Disk(folder=...)",
                 name="folder",
             )
-        written = self._folder.write({name: banks[name] for name in made}) if made and self._folder else {}
+        written = self._folder.write({name: resting[name] for name in made}) if made and self._folder else {}
         for index, (name, tensors) in enumerate(banks.items()):
             experts = next(iter(tensors.values())).shape[0]
             spec = describe_bank(index, name, tensors, home="disk", expert_bounds=(0, experts))
@@ -144,10 +145,10 @@ class DiskPacker:
                 extents = written[name].header.tensors
                 pieces[written[name]] = [
                     Piece(extents[f"{name}.{tensor.name}"].offset_bytes, tensor.offset_bytes, tensor.nbytes)
-                    for tensor in spec.tensors
+                    for tensor in spec.at_rest.tensors
                 ]
             else:
-                self._add_pieces_of_checkpoint(spec, tensors, pieces)
+                self._add_pieces_of_checkpoint(spec, resting[name], pieces)
             self.home.add(
                 spec, [FileSource(file, in_file_order(parts), self._keeps_pages) for file, parts in pieces.items()]
             )
@@ -163,8 +164,9 @@ class DiskPacker:
     def _add_pieces_of_checkpoint(
         self, spec: BankSpec, tensors: Mapping[str, torch.Tensor], pieces: dict[DiskFile, list[Piece]]
     ) -> None:
-        for tensor_spec, tensor in zip(spec.tensors, tensors.values(), strict=True):
+        for tensor_spec, tensor in zip(spec.at_rest.tensors, tensors.values(), strict=True):
             assert isinstance(tensor, UnreadTensor)
+            tensor.recipe.check()
             slot_offset = tensor_spec.offset_bytes
             for stored in tensor.recipe.file_ranges():
                 path = stored.tensor.file

@@ -12,7 +12,6 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call, is_view, readers
-from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import Plan, SlotStay
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
@@ -81,10 +80,7 @@ def _canonical(model: str) -> tuple[GraphModule, Plan, tuple[object, ...]]:
     for number in ENCODED.get(model, ()):
         (complete,) = (node for node in find(result.module, gather) if node.kwargs["bank"] == number)
         position = names.index(complete.args[0][0].name)
-        encoded = halved_format.encode(inputs[position])
-        sizes = encoded.numel(), halved_format.CODEC.link_bytes(encoded.numel()), inputs[position].numel()
-        inputs[position] = encoded
-        banks[number] = dataclasses.replace(banks[number], format=BankFormat(*sizes, halved_format.NAME))
+        banks[number], inputs[position] = halved_format.halved(banks[number], inputs[position])
     plan = dataclasses.replace(result.plan, banks=tuple(banks))
     return _skeleton(result.module), plan, tuple(inputs)
 

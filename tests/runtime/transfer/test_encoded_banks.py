@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator
@@ -19,8 +20,7 @@ from moepass.models.errors import InputError
 from moepass.passes.ir.plan import GatherSignature
 from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
 from moepass.runtime.homes.options import packers
-from moepass.runtime.kernels import decoders
-from moepass.runtime.kernels.decoders import Codec, codec_of, register_codec
+from moepass.runtime.kernels.decoders import decode_bank
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.copying import CopyError, DecodeAction
@@ -51,7 +51,8 @@ def _offloaded(depth: int = 3, plain: tuple[int, ...] = (), **options: Any) -> t
     expected = model(ROWS)
 
     def pack(index: int, *arguments: Any, **keywords: Any) -> Bank:
-        return pack_bank(index, *arguments, **keywords, decoder="" if index in plain else halved_format.NAME)
+        with contextlib.nullcontext() if index in plain else halved_format.resting_halved():
+            return pack_bank(index, *arguments, **keywords)
 
     with mock.patch.object(packers, "pack_bank", pack):
         moepass.offload_experts(model, **options)
@@ -69,7 +70,7 @@ def test_sizes_at_rest_on_the_link_and_in_the_slot_differ() -> None:
     for bank in _store(model).banks:
         sizes = bank.spec.format
         assert sizes.decoder == halved_format.NAME
-        assert sizes.link_bytes < sizes.home_bytes < sizes.slot_bytes
+        assert sizes.link_bytes == sizes.home_bytes < sizes.slot_bytes
         assert bank.shard.numel() == sizes.home_bytes
     largest = _store(model).banks[0].spec.format
     assert _store(model).ring_bytes == 2 * largest.slot_bytes + largest.link_bytes
@@ -142,12 +143,12 @@ def test_a_decoder_error_names_the_bank_and_the_ring_stays_usable() -> None:
     assert torch.equal(compiled(ROWS), expected)
     calls = 0
 
-    def fail(link: torch.Tensor, slot: torch.Tensor) -> None:
+    def fail(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise ZeroDivisionError("bad bytes")
-        halved_format.decode(link, slot)
+        decode_bank(*arguments)
 
     with _decoding_by(fail), pytest.raises(CopyError, match=r"bank blocks\.\d.* could not be copied .*bad bytes"):
         _run_often(compiled)
@@ -159,30 +160,31 @@ def _run_often(compiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
         compiled(ROWS)
 
 
-def _decoding_by(decode: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
-    codec = Codec(halved_format.encode, halved_format.CODEC.link_bytes, decode)
-    return mock.patch.dict(decoders._codecs, {halved_format.NAME: codec})
+def _decoding_by(decode: Callable[..., None]) -> Any:
+    return mock.patch.object(ring_module, "decode_bank", decode)
 
 
-def test_decoder_names_are_unique_and_registered() -> None:
-    with pytest.raises(InputError, match="cannot be called 'halved'"):
-        register_codec(halved_format.NAME, copy.copy(halved_format.CODEC))
-    with pytest.raises(InputError, match=r"decoder is 'packed'; the registered decoders are .*halved"):
-        codec_of("packed")
+def test_a_bank_without_its_parts_is_an_error() -> None:
+    """The plan of a graph does not know how banks are decoded, and a slot must not keep the bytes of another bank."""
+    spec = dataclasses.replace(BANKS[0].spec, parts=())
+    with pytest.raises(InputError, match=r"layers\.0 rests as 'halved', and its plan does not say how to decode it"):
+        decode_bank(spec, BANKS[0].shard, torch.empty(spec.format.slot_bytes, dtype=torch.uint8))
 
 
 # ---- On a CUDA that is emulated: decodes on the copy stream ----------------------------------------------------------
 
 
-def _small_bank(index: int, decoder: str) -> Bank:
+def _small_bank(index: int) -> Bank:
     """Return a bank whose numbers identify it."""
     tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
-    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False, decoder=decoder)
+    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
 
 
+PLAIN = [_small_bank(index) for index in range(5)]
+with halved_format.resting_halved():
+    ENCODED = [_small_bank(index) for index in range(5)]
 # Every other bank rests encoded.
-BANKS = [_small_bank(index, "" if index % 2 else halved_format.NAME) for index in range(5)]
-PLAIN = [_small_bank(index, "") for index in range(5)]
+BANKS = [(PLAIN if index % 2 else ENCODED)[index] for index in range(5)]
 SIZES = max(bank.spec.format.slot_bytes for bank in BANKS), max(bank.spec.format.link_bytes for bank in BANKS)
 
 
@@ -217,8 +219,8 @@ def _wrong_reads(
 
     with FakeCuda(random.Random(seed)).installed() as cuda:
 
-        def decode(link: torch.Tensor, slot: torch.Tensor) -> None:
-            cuda.issue(functools.partial(halved_format.decode, link, slot))
+        def decode(*arguments: Any) -> None:
+            cuda.issue(functools.partial(decode_bank, *arguments))
 
         with _decoding_by(decode):
             transport = LateTransport(random.Random(seed))

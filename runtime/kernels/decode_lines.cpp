@@ -1,0 +1,182 @@
+// Decodes quantised matrices, line by line, with one thread. MatrixFormula.decode is the reference, bit for bit.
+//
+// A line is a row of the stored matrix: a row [in] of the matrix, or a column [out] if it is stored transposed.
+//
+//     code     the stored bits of an element
+//     target   (number of the code - zero point) * scale, rounded once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// The fields of `_Lines` in cpu_decoder.py, in that order. Strides are in elements.
+struct Lines {
+  const uint8_t* values;
+  const float* scales;  // [matrices, line blocks, element blocks]
+  const float* zero_points;  // as scales; null: all are `zero_point`
+  const int64_t* line_blocks;  // [matrices, lines]; null: line / line_block
+  const int64_t* element_blocks;  // [matrices, length]; null: element / element_block
+  const int64_t* order;  // position of each code in a word; null: bytes, the low bits first
+  void* target;
+  int64_t matrices, lines, length, count_of_line_blocks, count_of_element_blocks, line_block, element_block;
+  int64_t bits, is_packed_across, zero_point, matrix_stride, line_stride, element_stride;
+};
+
+namespace {
+
+// Lines that are transposed together. 32 elements of two bytes fill a cache line.
+constexpr int64_t kTile = 32;
+
+float from_bits(uint32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+struct E4M3 {
+  static float number(uint32_t code) {
+    uint32_t magnitude = code & 127;
+    uint32_t normal = (magnitude << 20) + (120u << 23);
+    float denormal = static_cast<float>(static_cast<int32_t>(magnitude)) * (1.0f / 512);
+    uint32_t denormal_bits;
+    std::memcpy(&denormal_bits, &denormal, sizeof denormal);
+    uint32_t finite = magnitude < 8 ? denormal_bits : normal;
+    return from_bits((magnitude == 127 ? 0x7fc00000u : finite) | (code & 128) << 24);
+  }
+};
+
+struct E2M1 {
+  static float number(uint32_t code) {
+    uint32_t magnitude = code & 7;
+    // 0x3f000000 is 0.5.
+    return from_bits((magnitude < 2 ? magnitude * 0x3f000000u : (magnitude + 252) << 22) | (code & 8) << 28);
+  }
+};
+
+struct Integer {
+  static float number(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code)); }
+};
+
+// GCC vectorises stores of numbers, not of structs.
+struct BFloat16 {
+  using Stored = uint16_t;
+  static Stored of(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+};
+
+struct Half {
+  using Stored = _Float16;
+  static Stored of(float number) { return static_cast<_Float16>(number); }
+};
+
+struct Single {
+  using Stored = float;
+  static Stored of(float number) { return number; }
+};
+
+// Writes the codes of a line, of `bits` bits each, to `codes`.
+void unpack(const Lines& lines, int64_t matrix, int64_t line, uint8_t* codes) {
+  const int64_t bits = lines.bits, length = lines.length, count = 32 / bits;
+  const uint32_t mask = (1u << bits) - 1;
+  if (lines.is_packed_across) {
+    const int64_t first = (matrix * (lines.lines / count) + line / count) * length;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(lines.values) + first;
+    const int64_t shift = line % count * bits;
+    for (int64_t k = 0; k < length; ++k) codes[k] = words[k] >> shift & mask;
+    return;
+  }
+  const uint8_t* bytes = lines.values + (matrix * lines.lines + line) * length * bits / 8;
+  if (lines.order) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(bytes);
+    for (int64_t word = 0; word < length / count; ++word)
+      for (int64_t n = 0; n < count; ++n) codes[word * count + n] = words[word] >> lines.order[n] * bits & mask;
+  } else if (bits == 8) {
+    std::memcpy(codes, bytes, length);
+  } else {
+    for (int64_t k = 0; k < length / 2; ++k) {
+      codes[2 * k] = bytes[k] & 15;
+      codes[2 * k + 1] = bytes[k] >> 4;
+    }
+  }
+}
+
+// Writes the number of each element's block to `spread`.
+void spread_blocks(const Lines& lines, int64_t matrix, const float* numbers, float* spread) {
+  if (lines.element_blocks) {
+    const int64_t* blocks = lines.element_blocks + matrix * lines.length;
+    for (int64_t k = 0; k < lines.length; ++k) spread[k] = numbers[blocks[k]];
+    return;
+  }
+  for (int64_t block = 0; block < lines.count_of_element_blocks; ++block) {
+    const int64_t start = block * lines.element_block;
+    std::fill(spread + start, spread + std::min(start + lines.element_block, lines.length), numbers[block]);
+  }
+}
+
+// Writes the transpose of `source` [rows, columns] to `target` [columns, rows]; rows are at most kTile.
+template <typename Stored>
+void transpose(
+    const Stored* source, int64_t source_stride, int64_t rows, int64_t columns, Stored* target, int64_t target_stride) {
+  Stored block[kTile * kTile];
+  int64_t column = 0;
+  for (; rows == kTile && column + kTile <= columns; column += kTile) {
+    for (int64_t row = 0; row < kTile; ++row)
+      for (int64_t k = 0; k < kTile; ++k) block[k * kTile + row] = source[row * source_stride + column + k];
+    for (int64_t k = 0; k < kTile; ++k)
+      std::memcpy(target + (column + k) * target_stride, block + k * kTile, kTile * sizeof(Stored));
+  }
+  for (; column < columns; ++column)
+    for (int64_t row = 0; row < rows; ++row) target[column * target_stride + row] = source[row * source_stride + column];
+}
+
+template <typename Number, typename Element>
+void decode(const Lines& lines) {
+  using Stored = typename Element::Stored;
+  const int64_t length = lines.length;
+  const bool is_transposed = lines.element_stride != 1;
+  std::vector<uint8_t> codes(length);
+  std::vector<float> scales(length), zero_points(length, static_cast<float>(lines.zero_point));
+  // Lines of a tile are not a multiple of 4096 bytes apart, because such addresses share a set of the cache.
+  const int64_t pitch = length + kTile;
+  std::vector<Stored> tile(is_transposed ? kTile * pitch : 0);
+  for (int64_t matrix = 0; matrix < lines.matrices; ++matrix) {
+    Stored* target = static_cast<Stored*>(lines.target) + matrix * lines.matrix_stride;
+    int64_t last_block = -1;
+    for (int64_t line = 0; line < lines.lines; ++line) {
+      const int64_t block =
+          lines.line_blocks ? lines.line_blocks[matrix * lines.lines + line] : line / lines.line_block;
+      if (block != last_block) {
+        const int64_t first = (matrix * lines.count_of_line_blocks + block) * lines.count_of_element_blocks;
+        spread_blocks(lines, matrix, lines.scales + first, scales.data());
+        if (lines.zero_points) spread_blocks(lines, matrix, lines.zero_points + first, zero_points.data());
+        last_block = block;
+      }
+      unpack(lines, matrix, line, codes.data());
+      const int64_t row = line % kTile;
+      Stored* out = is_transposed ? tile.data() + row * pitch : target + line * lines.line_stride;
+      for (int64_t k = 0; k < length; ++k)
+        out[k] = Element::of((Number::number(codes[k]) - zero_points[k]) * scales[k]);
+      if (is_transposed && (row == kTile - 1 || line == lines.lines - 1))
+        transpose(tile.data(), pitch, row + 1, length, target + line - row, lines.element_stride);
+    }
+  }
+}
+
+template <typename Number>
+void decode_as(const Lines& lines, int64_t element) {
+  if (element == 0) decode<Number, BFloat16>(lines);
+  if (element == 1) decode<Number, Half>(lines);
+  if (element == 2) decode<Number, Single>(lines);
+}
+
+}  // namespace
+
+extern "C" void decode_lines(const Lines* lines, int64_t number, int64_t element) {
+  if (number == 0) decode_as<E4M3>(*lines, element);
+  if (number == 1) decode_as<E2M1>(*lines, element);
+  if (number == 2) decode_as<Integer>(*lines, element);
+}
