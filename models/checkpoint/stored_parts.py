@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredPart:
+class MatrixPart:
     """Indices [start, stop) of dimension `dim` of a weight, and the stored tensors that they decode from.
 
     Attributes:
@@ -51,7 +51,7 @@ class StoredPart:
         return dataclasses.replace(self, stored={}), stored
 
 
-def bank_parts(tensors: Mapping[str, torch.Tensor]) -> list[list[StoredPart]] | None:
+def bank_parts(tensors: Mapping[str, torch.Tensor]) -> list[list[MatrixPart]] | None:
     """Return the parts of each tensor [experts, ...] of a bank; None if no tensor is quantised.
 
     Raises UnfollowedError if quantised weights cannot be kept as they are stored, because a conversion changes them.
@@ -62,15 +62,15 @@ def bank_parts(tensors: Mapping[str, torch.Tensor]) -> list[list[StoredPart]] | 
     return [stored_parts(recipe) for recipe in recipes]
 
 
-def stored_parts(recipe: Recipe) -> list[StoredPart]:
+def stored_parts(recipe: Recipe) -> list[MatrixPart]:
     """Return the parts that make up the tensor of `recipe`. Raises UnfollowedError at an operation without a rule."""
     if isinstance(recipe, Stored):
-        return [StoredPart(0, 0, recipe.shape[0] if recipe.shape else 1, "", None, {Role.VALUES: recipe})]
+        return [MatrixPart(0, 0, recipe.shape[0] if recipe.shape else 1, "", None, {Role.VALUES: recipe})]
     if isinstance(recipe, Decoded):
         stored = dict(recipe.parts)
         if recipe.has_columns_in_order:
             del stored[Role.BLOCK_INDICES]
-        return [StoredPart(0, 0, recipe.shape[0], recipe.layout.name, recipe.layout.formula, stored)]
+        return [MatrixPart(0, 0, recipe.shape[0], recipe.layout.name, recipe.layout.formula, stored)]
     if isinstance(recipe, Stacked):
         return list(_stacked([stored_parts(item) for item in recipe.parts]))
     if isinstance(recipe, Joined):
@@ -95,7 +95,7 @@ def _is_quantized(recipe: Recipe) -> bool:
     return isinstance(recipe, Decoded) or any(_is_quantized(source) for source in recipe.sources())
 
 
-def _stacked(parts_of_experts: Sequence[list[StoredPart]]) -> Iterator[StoredPart]:
+def _stacked(parts_of_experts: Sequence[list[MatrixPart]]) -> Iterator[MatrixPart]:
     for parts in zip(*parts_of_experts, strict=True):
         first = parts[0]
         if any(part.structure != first.structure for part in parts):
@@ -107,7 +107,7 @@ def _stacked(parts_of_experts: Sequence[list[StoredPart]]) -> Iterator[StoredPar
         yield dataclasses.replace(first, dim=first.dim + 1, stored=stored)
 
 
-def _joined(recipe: Joined) -> Iterator[StoredPart]:
+def _joined(recipe: Joined) -> Iterator[MatrixPart]:
     offset = 0
     for source in recipe.parts:
         size = source.shape[recipe.dim]
@@ -122,7 +122,7 @@ def _joined(recipe: Joined) -> Iterator[StoredPart]:
         offset += size
 
 
-def _transposed(part: StoredPart, dims: int) -> StoredPart:
+def _transposed(part: MatrixPart, dims: int) -> MatrixPart:
     if part.formula is None:
         raise UnfollowedError("transpose")
     formula = dataclasses.replace(part.formula, is_transposed=not part.formula.is_transposed)

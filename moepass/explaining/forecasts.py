@@ -130,13 +130,13 @@ def stored_assumption(setting: Setting, unknown: str) -> str:
     `unknown` is the reason why the sizes of its format are unknown, or empty.
     """
     if unknown:
-        return f"{unknown}; all figures are for weights dequantised to {setting.dtype}, which moepass runs"
+        return f"{unknown}; all figures are for weights dequantised to {setting.dtype}"
     stored = setting.architecture.stored
     if stored is None or setting.stored is not None:
         return ""
     return (
-        f"the checkpoint is in {stored.name}, which moepass dequantises while it loads the checkpoint: all figures are "
-        f"for weights in {setting.dtype}, except those of the forecast in {stored.name}"
+        f"the checkpoint is in {stored.name}, and all figures are for weights dequantised to {setting.dtype}, except "
+        f"those of the forecast in {stored.name}; load_pretrained and serve keep experts in {stored.name} at home"
     )
 
 

@@ -200,8 +200,8 @@ def stored_text(report: Report) -> str:
     if stored.runs_as == stored.format:
         return text + ", which all figures refer to"
     text += (
-        f"; moepass runs it dequantised to {stored.runs_as} ({_bytes(model.expert_bytes)} and "
-        f"{_bytes(model.other_bytes)}), to which all figures refer"
+        f"; all figures refer to weights dequantised to {stored.runs_as} ({_bytes(model.expert_bytes)} and "
+        f"{_bytes(model.other_bytes)})"
     )
     asyncep = (
         f"asyncep would take {_seconds(stored.asyncep_step_seconds)} (home {stored.home}, "

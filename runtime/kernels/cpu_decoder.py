@@ -41,7 +41,7 @@ def _library() -> ctypes.CDLL | None:
     source = resources.files(__package__).joinpath("decode_lines.cpp").read_text(encoding="utf-8")
     try:
         # Inductor vectorises loops itself, and tells the compiler not to.
-        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=("-ftree-loop-vectorize",))
+        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=("-ftree-loop-vectorize", "-fno-trapping-math"))
     except Exception as error:  # there is no compiler, or it fails
         logger.warning(
             "quantised experts are decoded by operations of torch, several times slower than by C++: the C++ compiler "

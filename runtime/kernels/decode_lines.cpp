@@ -92,8 +92,15 @@ void unpack(const Lines& lines, int64_t matrix, int64_t line, uint8_t* codes) {
   const uint8_t* bytes = lines.values + (matrix * lines.lines + line) * length * bits / 8;
   if (lines.order) {
     const uint32_t* words = reinterpret_cast<const uint32_t*>(bytes);
-    for (int64_t word = 0; word < length / count; ++word)
-      for (int64_t n = 0; n < count; ++n) codes[word * count + n] = words[word] >> lines.order[n] * bits & mask;
+    uint32_t shifts[8] = {};
+    for (int64_t n = 0; n < count; ++n) shifts[n] = lines.order[n] * bits;
+    if (count == 8) {
+      for (int64_t word = 0; word < length / 8; ++word)
+        for (int64_t n = 0; n < 8; ++n) codes[word * 8 + n] = words[word] >> shifts[n] & 15;
+    } else {
+      for (int64_t word = 0; word < length / count; ++word)
+        for (int64_t n = 0; n < count; ++n) codes[word * count + n] = words[word] >> shifts[n] & mask;
+    }
   } else if (bits == 8) {
     std::memcpy(codes, bytes, length);
   } else {
@@ -104,6 +111,12 @@ void unpack(const Lines& lines, int64_t matrix, int64_t line, uint8_t* codes) {
   }
 }
 
+template <int64_t kBlock>
+void spread_blocks_of(const float* numbers, int64_t blocks, float* spread) {
+  for (int64_t block = 0; block < blocks; ++block)
+    for (int64_t k = 0; k < kBlock; ++k) spread[block * kBlock + k] = numbers[block];
+}
+
 // Writes the number of each element's block to `spread`.
 void spread_blocks(const Lines& lines, int64_t matrix, const float* numbers, float* spread) {
   if (lines.element_blocks) {
@@ -111,7 +124,13 @@ void spread_blocks(const Lines& lines, int64_t matrix, const float* numbers, flo
     for (int64_t k = 0; k < lines.length; ++k) spread[k] = numbers[blocks[k]];
     return;
   }
-  for (int64_t block = 0; block < lines.count_of_element_blocks; ++block) {
+  // Blocks of the usual sizes have loops of known lengths.
+  int64_t block = 0;
+  const int64_t complete = lines.length / lines.element_block;
+  if (lines.element_block == 1) spread_blocks_of<1>(numbers, block = complete, spread);
+  if (lines.element_block == 16) spread_blocks_of<16>(numbers, block = complete, spread);
+  if (lines.element_block == 32) spread_blocks_of<32>(numbers, block = complete, spread);
+  for (; block < lines.count_of_element_blocks; ++block) {
     const int64_t start = block * lines.element_block;
     std::fill(spread + start, spread + std::min(start + lines.element_block, lines.length), numbers[block]);
   }
@@ -121,16 +140,34 @@ void spread_blocks(const Lines& lines, int64_t matrix, const float* numbers, flo
 template <typename Stored>
 void transpose(
     const Stored* source, int64_t source_stride, int64_t rows, int64_t columns, Stored* target, int64_t target_stride) {
-  Stored block[kTile * kTile];
-  int64_t column = 0;
-  for (; rows == kTile && column + kTile <= columns; column += kTile) {
-    for (int64_t row = 0; row < kTile; ++row)
-      for (int64_t k = 0; k < kTile; ++k) block[k * kTile + row] = source[row * source_stride + column + k];
+  for (int64_t start = 0; start < columns; start += kTile) {
+    const int64_t count = std::min(kTile, columns - start);
+    if (rows < kTile || count < kTile) {
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t k = start; k < start + count; ++k)
+          target[k * target_stride + row] = source[row * source_stride + k];
+      continue;
+    }
+    // A line of the target is written once, because lines that are 4096 bytes apart evict each other.
+    Stored block[kTile][kTile];
+    if constexpr (sizeof(Stored) == 2) {
+      // Four rows at a time: the compiler vectorises the first loop, and the second one stores eight bytes.
+      for (int64_t row = 0; row < kTile; row += 4) {
+        uint16_t bits[4][kTile];
+        uint64_t quads[kTile];
+        for (int64_t n = 0; n < 4; ++n) std::memcpy(bits[n], source + (row + n) * source_stride + start, sizeof bits[n]);
+        for (int64_t k = 0; k < kTile; ++k)
+          quads[k] = static_cast<uint64_t>(bits[0][k]) | static_cast<uint64_t>(bits[1][k]) << 16 |
+                     static_cast<uint64_t>(bits[2][k]) << 32 | static_cast<uint64_t>(bits[3][k]) << 48;
+        for (int64_t k = 0; k < kTile; ++k) std::memcpy(&block[k][row], &quads[k], sizeof quads[k]);
+      }
+    } else {
+      for (int64_t row = 0; row < kTile; ++row)
+        for (int64_t k = 0; k < kTile; ++k) block[k][row] = source[row * source_stride + start + k];
+    }
     for (int64_t k = 0; k < kTile; ++k)
-      std::memcpy(target + (column + k) * target_stride, block + k * kTile, kTile * sizeof(Stored));
+      std::memcpy(target + (start + k) * target_stride, block[k], sizeof block[k]);
   }
-  for (; column < columns; ++column)
-    for (int64_t row = 0; row < rows; ++row) target[column * target_stride + row] = source[row * source_stride + column];
 }
 
 template <typename Number, typename Element>

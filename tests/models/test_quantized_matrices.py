@@ -233,6 +233,6 @@ def test_small_numbers_survive_a_process_that_flushes_denormals() -> None:
     }
     assert torch.set_flush_denormal(True)
     try:
-        assert torch.equal(layout.decode(stored, FP32), torch.full((1, 16), 0.5))
+        assert torch.equal(layout.formula.decode(stored, FP32), torch.full((1, 16), 0.5))
     finally:
         torch.set_flush_denormal(False)

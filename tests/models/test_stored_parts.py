@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
-from moepass.models.checkpoint.stored_parts import StoredPart, bank_parts
+from moepass.models.checkpoint.stored_parts import MatrixPart, bank_parts
 from moepass.models.checkpoint.unread_tensors import unread
 from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.layouts.layout import Role
@@ -39,7 +39,7 @@ def _unread(form: str, folder: Path, **others: torch.Tensor) -> tuple[Tensors, T
     return unread(CheckpointFiles([folder / "model.safetensors"]), quantization), expected | others
 
 
-def _decoded(parts: list[StoredPart], shape: tuple[int, ...]) -> torch.Tensor:
+def _decoded(parts: list[MatrixPart], shape: tuple[int, ...]) -> torch.Tensor:
     tensor = torch.full(shape, torch.nan, dtype=torch.bfloat16)
     for part in parts:
         stored = {role: recipe.read() for role, recipe in part.stored.items()}

@@ -33,8 +33,8 @@ def test_an_fp8_checkpoint_is_shown_as_stored_and_as_run() -> None:
     assert any("all figures are for weights dequantised to bf16" in text for text in report.assumptions)
     text = words(report.text())
     assert (
-        "checkpoint fp8: 654.1 GB of experts, 19.1 GB of other weights; moepass runs it dequantised to bf16 (1.3 TB"
-        in text
+        "checkpoint fp8: 654.1 GB of experts, 19.1 GB of other weights; "
+        "all figures refer to weights dequantised to bf16 (1.3 TB" in text
     )
     assert "Forecast for fp8" in text
 
