@@ -10,6 +10,7 @@ Leading dimensions of all tensors, as of stacked experts, are kept.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -68,7 +69,8 @@ class Packing:
         if self.count > 1:
             elements = numbers.view(torch.uint8) if numbers.dtype == torch.int8 else numbers
             elements = elements.to(torch.int32).transpose(self.dim, -1)
-            shifts = torch.tensor(self.order or range(self.count), dtype=torch.int32, device=stored.device) * self.bits
+            order = self.order or range(self.count)
+            shifts = _constant(tuple(place * self.bits for place in order), torch.int32, stored.device)
             numbers = (elements.unsqueeze(-1) >> shifts) & ((1 << self.bits) - 1)
             numbers = numbers.flatten(-2).transpose(self.dim, -1)
         return numbers.transpose(-1, -2) if self.transposed else numbers
@@ -137,7 +139,7 @@ class MatrixFormula:
 
     def _floats(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.number is Number.E2M1:
-            return torch.tensor(_E2M1, device=numbers.device)[numbers]
+            return _constant(_E2M1, torch.float32, numbers.device)[numbers]
         return numbers.float()
 
     def _spread(
@@ -181,3 +183,9 @@ class WeightLayout:
 def scales_in_fp32(stored: torch.Tensor) -> torch.Tensor:
     """Return stored scales in fp32. Bytes (uint8) are exponents, as in e8m0."""
     return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
+
+
+@functools.cache
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a constant tensor, made once, because a copy from host memory would wait for the device."""
+    return torch.tensor(values, dtype=dtype, device=device)

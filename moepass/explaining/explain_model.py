@@ -19,6 +19,7 @@ from moepass.explaining.report import Report
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
+from moepass.models.sizes.weight_formats import EXPERTS
 from moepass.models.version import __version__
 from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
@@ -82,7 +83,7 @@ def explain(
     workload = parts.WorkloadPart(batch, seq, batch * seq)
     assumptions = [
         "routing is even over the experts, and every rank has equally many tokens",
-        "nothing is decoded, so no keys and values are kept",
+        "no text is generated, so no keys and values are kept",
         "only asyncep overlaps communication with computation",
     ]
     if hardware == DEFAULT_HARDWARE:
@@ -94,9 +95,11 @@ def explain(
         compiler = compiler_part(model_sizes, 2 if slots is None else slots, lower)
         return _report_without_figures(model_sizes, machine, workload, budget, compiler, assumptions)
 
-    # If the dtype is the checkpoint's own format, the figures are those of the weights as stored.
-    as_stored = architecture.stored if architecture.stored and architecture.stored.name == dtype else None
-    setting = Setting(architecture, machine, Sequences(batch, seq), architecture.dtype, budget, stored=as_stored)
+    stored = architecture.stored
+    if stored is not None and stored.name != dtype:
+        # Experts rest and travel as stored, and all other weights are decoded while the model is loaded.
+        stored = dataclasses.replace(stored, parts=(EXPERTS,)) if EXPERTS in stored.parts else None
+    setting = Setting(architecture, machine, Sequences(batch, seq), architecture.dtype, budget, stored=stored)
     most_slots = USEFUL_SLOTS if slots is None else slots
     best, tried = best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
@@ -109,8 +112,8 @@ def explain(
     if text := stored_assumption(setting, architecture.unknown_storage):
         assumptions.append(text)
     if setting.dtype == "fp8":
-        assumptions.append("fp8 is only a forecast: moepass cannot run fp8 experts yet")
-    blocks, refusals = explained_blocks(compiler, architecture, setting.dtype, as_stored)
+        assumptions.append("fp8 is only a forecast: moepass does not compute in fp8 yet")
+    blocks, refusals = explained_blocks(compiler, architecture, setting.dtype, stored)
     crossover = crossover_tokens(best)
     strategy = parts.StrategyPart(best.chosen, best.reason, best.runner_up, best.home, tuple(tried), budget, crossover)
     schedule = _schedule_part(shown)
@@ -141,7 +144,7 @@ def explain(
         how_to_run=how_to_run(
             strategy, schedule, checkpoint, why_nothing_fits(best), setting.dtype, machine.device_kind
         ),
-        stored=stored_part(setting, home, most_slots),
+        stored=stored_part(best, home, most_slots),
     )
 
 

@@ -91,11 +91,13 @@ def why_nothing_fits(made: Forecast) -> str:
     )
 
 
-def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPart | None:
-    """Return the forecast of a quantised checkpoint in its own format; None without one, or if its sizes are unknown.
+def stored_part(made: Forecast, home: str | None, most_slots: int) -> StoredPart | None:
+    """Return the sizes of a quantised checkpoint, and the forecast if kernels computed in its own format.
 
-    `setting` is what moepass runs now. For the other arguments, see `best_home`.
+    Returns None if the checkpoint of `made`, the forecast of what moepass runs, is not quantised, or if its sizes are
+    unknown. For the other arguments, see `best_home`.
     """
+    setting = made.setting
     stored = setting.architecture.stored
     if stored is None:
         return None
@@ -104,10 +106,11 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
     native = dataclasses.replace(setting, stored=stored, dtype=computes_in)
     experts = setting.architecture.typical_moe_layer.experts
     assert experts is not None
-    (made, _), sizes = best_home(native, home, most_slots), native.bank(experts)
-    asyncep = made.cost(ASYNCEP)
-    alternatives = (cost for cost in made.comparison if cost.strategy != ASYNCEP and cost.fits)
+    (forecast_of_native, _), sizes = best_home(native, home, most_slots), native.bank(experts)
+    asyncep = forecast_of_native.cost(ASYNCEP)
+    alternatives = (cost for cost in forecast_of_native.comparison if cost.strategy != ASYNCEP and cost.fits)
     fastest = min(alternatives, key=lambda cost: cost.step_seconds, default=None)
+    decoded = forecast(dataclasses.replace(setting, stored=None), made.home)
     return StoredPart(
         format=stored.name,
         expert_bytes=banks_bytes(native),
@@ -115,8 +118,9 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
         bank_link_bytes=sizes.link_bytes,
         bank_slot_bytes=sizes.slot_bytes,
         computes_in=computes_in,
-        runs_as=setting.dtype if setting.stored is None else stored.name,
-        home=made.home,
+        runs_as=setting.dtype,
+        decoded_tokens_per_rank=decoded.saturation.tokens,
+        home=forecast_of_native.home,
         asyncep_step_seconds=asyncep.step_seconds if asyncep.fits else None,
         asyncep_memory_bytes=asyncep.memory_bytes,
         fastest_other=fastest.strategy if fastest else None,
@@ -125,18 +129,18 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
 
 
 def stored_assumption(setting: Setting, unknown: str) -> str:
-    """Return the weights that the figures assume for a quantised checkpoint; empty for any other model.
+    """Return what the figures assume of a quantised checkpoint; empty for any other model.
 
     `unknown` is the reason why the sizes of its format are unknown, or empty.
     """
     if unknown:
         return f"{unknown}; all figures are for weights dequantised to {setting.dtype}"
-    stored = setting.architecture.stored
-    if stored is None or setting.stored is not None:
+    stored = setting.stored
+    if stored is None or stored.name == setting.dtype:
         return ""
     return (
-        f"the checkpoint is in {stored.name}, and all figures are for weights dequantised to {setting.dtype}, except "
-        f"those of the forecast in {stored.name}; load_pretrained and serve keep experts in {stored.name} at home"
+        f"experts rest and travel in {stored.name}, and are decoded to {setting.dtype} into the slot; decoding is "
+        "assumed to take no longer than the copy that it follows"
     )
 
 
@@ -218,7 +222,7 @@ def how_to_run(
     fits, or empty.
     """
     if dtype == "fp8":
-        return "moepass cannot run fp8 experts yet: use --dtype bf16 for a plan that it can run"
+        return "moepass does not compute in fp8 yet: use --dtype bf16 for a plan that it can run"
     compiled = 'compiled = torch.compile(model, backend="asyncep")'
     if shortage:
         return f"{shortage}; see the advice"

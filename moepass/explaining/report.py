@@ -192,17 +192,24 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def stored_text(report: Report) -> str:
-    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format; else ""."""
-    stored, model = report.stored, report.model
+    """Return the sizes of a quantised checkpoint, and the forecast for kernels in its own format; else ""."""
+    stored, model, saturation = report.stored, report.model, report.saturation
     if stored is None:
         return ""
     text = f"{stored.format}: {_bytes(stored.expert_bytes)} of experts, {_bytes(stored.other_bytes)} of other weights"
     if stored.runs_as == stored.format:
         return text + ", which all figures refer to"
     text += (
-        f"; all figures refer to weights dequantised to {stored.runs_as} ({_bytes(model.expert_bytes)} and "
-        f"{_bytes(model.other_bytes)})"
+        f"; experts rest and travel as stored, and are decoded to {stored.runs_as} into the slot, other weights while "
+        f"the model is loaded ({_bytes(model.other_bytes)})"
     )
+    if saturation is not None:
+        text += (
+            f". Threshold: {saturation.tokens_per_rank} tokens per rank, {stored.decoded_tokens_per_rank} if experts "
+            f"travelled in {stored.runs_as}"
+        )
+    if stored.computes_in == stored.runs_as:
+        return text
     asyncep = (
         f"asyncep would take {_seconds(stored.asyncep_step_seconds)} (home {stored.home}, "
         f"{_bytes(stored.asyncep_memory_bytes)} per device)"
@@ -217,7 +224,7 @@ def stored_text(report: Report) -> str:
     transfer = f"a bank transfers {_bytes(stored.bank_link_bytes)}"
     if stored.bank_slot_bytes != stored.bank_link_bytes:
         transfer += f" and takes {_bytes(stored.bank_slot_bytes)} in a slot"
-    return f"{text}. Forecast for {stored.format}: {asyncep}, {alternative}; {transfer}"
+    return f"{text}. Forecast for kernels in {stored.format}: {asyncep}, {alternative}; {transfer}"
 
 
 def host_memory_text(report: Report) -> str:

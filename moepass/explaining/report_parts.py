@@ -33,11 +33,13 @@ class ModelPart(ReportPart, frozen=True):
 
 
 class StoredPart(ReportPart, frozen=True):
-    """A quantised checkpoint with its stored sizes, and a forecast for its weights in the stored `format`.
+    """A quantised checkpoint with its stored sizes, and a forecast for kernels that compute in the stored `format`.
 
-    The bytes of a bank on the link and in a slot differ if kernels compute in another dtype, `computes_in`. `runs_as`
-    is the dtype or format that moepass runs today, and that the rest of the report assumes. `home` is the best home for
-    the forecast. `asyncep_step_seconds` is None if asyncep does not fit, and `fastest_other` if no other strategy fits.
+    `runs_as` is the dtype that moepass computes in today, and that the rest of the report assumes.
+    `decoded_tokens_per_rank` is the threshold if experts rested and travelled in that dtype. The other fields belong to
+    the forecast: the bytes of a bank on the link and in a slot differ if kernels compute in another dtype,
+    `computes_in`. `home` is the best home. `asyncep_step_seconds` is None if asyncep does not fit, and `fastest_other`
+    if no other strategy fits.
     """
 
     format: str
@@ -47,6 +49,7 @@ class StoredPart(ReportPart, frozen=True):
     bank_slot_bytes: int
     computes_in: str
     runs_as: str
+    decoded_tokens_per_rank: int
     home: str
     asyncep_step_seconds: float | None
     asyncep_memory_bytes: float

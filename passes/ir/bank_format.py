@@ -44,6 +44,11 @@ class BankFormat:
         """Return the format without a decoder."""
         return BankFormat(nbytes, nbytes, nbytes)
 
+    def __add__(self, other: BankFormat) -> BankFormat:
+        """Return the sizes of this bank and one in the same format together."""
+        sums = (self.home_bytes + other.home_bytes, self.link_bytes + other.link_bytes)
+        return BankFormat(*sums, self.slot_bytes + other.slot_bytes, self.decoder)
+
     @property
     def is_encoded(self) -> bool:
         """True if a decode runs between copy and acquire."""

@@ -120,7 +120,8 @@ def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:
 def resident_cost(setting: Setting) -> StrategyCost:
     """Return the cost of all experts on every device, without exchanges."""
     seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total) + _head(setting)
-    weights = setting.dense_bytes + banks_bytes(setting)
+    # Kernels read experts as they are in a slot.
+    weights = setting.dense_bytes + banks_bytes(setting, "slot_bytes")
     memory = weights + activations_bytes(setting)
     return StrategyCost(RESIDENT, seconds, 0.0, memory, memory <= setting.budget_bytes)
 
@@ -289,10 +290,10 @@ def _micro_batched(setting: Setting, name: str) -> float:
 # ---- Memory of one device --------------------------------------------------------------------------------------------
 
 
-def banks_bytes(setting: Setting) -> int:
-    """Return the bytes at rest of all experts of all layers."""
+def banks_bytes(setting: Setting, size: str = "home_bytes") -> int:
+    """Return the bytes of all experts of all layers, by default at rest; `size` is a field of BankSizes."""
     return sum(
-        count * setting.bank(layer.experts).home_bytes
+        count * getattr(setting.bank(layer.experts), size)
         for layer, count in setting.architecture.layer_counts.items()
         if layer.experts is not None
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moepass.models.errors import InputError, OptionError
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import (
     BankedParameter,
@@ -60,6 +61,15 @@ class OffloadReport:
         home, layers = store.placed.decisions.home, tuple(bank.spec.name for bank in store.banks)
         staging_bytes = store.home.staging_bytes
         return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident_layers, staging_bytes)
+
+    @property
+    def formats(self) -> dict[str, BankFormat]:
+        """The bytes of all banks together, of all ranks, by format: layouts of a quantised checkpoint, or a dtype."""
+        sums: dict[str, BankFormat] = {}
+        for bank in self.store.banks:
+            sizes, added = bank.spec.format, sums.get(name := bank.spec.format.decoder or bank.spec.tensors[0].dtype)
+            sums[name] = sizes if added is None else sizes + added
+        return sums
 
     @property
     def transport(self) -> str:

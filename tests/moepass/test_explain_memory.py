@@ -28,15 +28,42 @@ def test_an_fp8_checkpoint_is_shown_as_stored_and_as_run() -> None:
     assert stored.expert_bytes == 58 * 256 * 3 * (7168 * 2048 + 56 * 16 * 4)
     assert stored.other_bytes == dense_bytes(model, "bf16", model.stored)
     assert report.model.dtype == stored.runs_as == "bf16"
-    assert report.model.expert_bytes == 58 * 256 * 3 * 7168 * 2048 * 2
+    assert report.model.expert_bytes == stored.expert_bytes
+    assert report.model.other_bytes == dense_bytes(model, "bf16")
     assert stored.bank_link_bytes == stored.bank_slot_bytes == stored.expert_bytes // 58
-    assert any("all figures are for weights dequantised to bf16" in text for text in report.assumptions)
+    assert {block.bank_bytes for block in report.blocks} == {stored.bank_link_bytes}
+    assert any("experts rest and travel in fp8, and are decoded to bf16" in text for text in report.assumptions)
     text = words(report.text())
-    assert (
-        "checkpoint fp8: 654.1 GB of experts, 19.1 GB of other weights; "
-        "all figures refer to weights dequantised to bf16 (1.3 TB" in text
-    )
-    assert "Forecast for fp8" in text
+    assert "checkpoint fp8: 654.1 GB of experts, 19.1 GB of other weights; experts rest and travel as stored" in text
+    assert "Forecast for kernels in fp8" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["8xh100-80g", "h100-80g"])
+@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b"])
+def test_the_threshold_is_that_of_the_bytes_that_travel(model: str, hardware: str) -> None:
+    report = moepass.explain(model, hardware=hardware)
+    stored, saturation, machine = report.stored, report.saturation, report.hardware
+    assert stored is not None
+    assert saturation is not None
+    assert machine.host_bytes_per_s is not None
+    assert saturation.gather_bytes == stored.bank_link_bytes
+    # By hand: seconds of the stored bytes over the link, and tokens whose FLOPs take 1.2 times as long.
+    rate, part = machine.host_bytes_per_s, 1.0
+    if report.strategy.home == "peer":
+        assert machine.peer_bytes_per_s is not None
+        rate, part = machine.peer_bytes_per_s, 7 / 8
+    link_efficiency = saturation.gather_bytes * part / rate / saturation.gather_seconds
+    assert 0.75 < link_efficiency < 0.85
+    flops_per_token = saturation.flops_per_token + saturation.values["score_flops_per_token"]
+    at_peak = 1.2 * saturation.gather_seconds * machine.flops / flops_per_token
+    assert saturation.tokens_per_rank_at_peak == pytest.approx(at_peak, rel=0.01)
+    # Experts take half or a quarter of the bytes of bf16. FLOPs of attention grow with the tokens, so tokens differ
+    # by a little more or less than that.
+    ratio = stored.decoded_tokens_per_rank / saturation.tokens_per_rank
+    assert ratio == pytest.approx({"fp8": 2.0, "mxfp4": 1 / 0.266}[stored.format], rel=0.15)
+    text = f"Threshold: {saturation.tokens_per_rank} tokens per rank, {stored.decoded_tokens_per_rank} if experts"
+    assert text in words(report.text())
 
 
 @pytest.mark.slow
@@ -58,6 +85,7 @@ def test_all_figures_refer_to_the_stored_format_if_it_is_requested() -> None:
     assert asked.stored.runs_as == "fp8"
     assert asked.model.expert_bytes == default.expert_bytes
     assert asked.schedule.step_seconds == default.asyncep_step_seconds
+    assert asked.model.other_bytes == default.other_bytes
     assert {block.bank_bytes for block in asked.blocks} == {default.bank_link_bytes}
 
 

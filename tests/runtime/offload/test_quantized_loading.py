@@ -19,9 +19,11 @@ def _compiled_results(folders: tuple[Path, Path], home: str) -> list[torch.Tenso
     """Return the results of both checkpoints, the quantised one compiled with its experts at `home`, quantised."""
     quantised, plain = folders
     model, reference = moepass.load_pretrained(quantised, home=home), moepass.load_pretrained(plain)
-    for bank in moepass.offload_report(model).store.banks:
-        assert bank.spec.format.is_encoded
-        assert bank.spec.format.home_bytes < 0.8 * bank.spec.format.slot_bytes
+    (sizes,) = moepass.offload_report(model).formats.values()
+    (expected,) = moepass.offload_report(reference).formats.values()
+    assert sizes.is_encoded
+    assert sizes.link_bytes < 0.8 * expected.link_bytes
+    assert sizes.slot_bytes == expected.slot_bytes
     inputs = tiny_inputs(model)
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
     with torch.no_grad():
