@@ -77,8 +77,9 @@ def stored_parts(recipe: Recipe) -> list[MatrixPart]:
         return list(_joined(recipe))
     if isinstance(recipe, Converted):
         parts = stored_parts(recipe.source)
-        # Quantised values would be rounded twice.
-        if recipe.dtype == recipe.source.dtype or all(part.formula is None for part in parts):
+        # Values that are decoded or converted before would be rounded twice.
+        is_plain = all(part.stored[Role.VALUES].dtype == recipe.source.dtype for part in parts)
+        if recipe.dtype == recipe.source.dtype or is_plain:
             return parts
         raise UnfollowedError(f"a conversion from {recipe.source.dtype} to {recipe.dtype}")
     if isinstance(recipe, Replayed) and isinstance(recipe.arguments[0], Recipe):

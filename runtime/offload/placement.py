@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,13 +193,12 @@ class _PlanningInputs:
         self.bank_bytes = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
         specs = {path: describe_bank(0, path, values, home=options.home) for path, values in experts.items()}
-        self.stored = _stored_format(list(specs.values()))
-        resting_bytes = {
+        at_rest_bytes = {
             path: spec.format.home_bytes if spec.format.is_encoded else self.bank_bytes[path]
             for path, spec in specs.items()
         }
         self.shard_bytes = {
-            path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in resting_bytes.items()
+            path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in at_rest_bytes.items()
         }
         # Bytes of the smallest shard of matrices, which grouped GEMMs may read in place; slots always contain biases.
         matrix_bytes = {
@@ -218,6 +217,7 @@ class _PlanningInputs:
         others = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
         self.dense_bytes = sum(nbytes for key, nbytes in others.items() if key not in in_banks)
         self.dtype = _dtype_of(experts)
+        self.stored = _stored_format(specs.values(), self.dtype)
         # Both are None, with the reason in `unknown`, if there is no profile or no formula for the model.
         self.hardware, self.unknown = _machine(planning, options, device, self.dtype)
         self.architecture: Architecture | None = None
@@ -299,15 +299,15 @@ class _PlanningInputs:
         )
 
 
-def _stored_format(banks: Collection[BankSpec]) -> WeightFormat | None:
-    """Return the format in which the first quantised matrix of `banks` rests; None if no bank rests quantised."""
+def _stored_format(banks: Iterable[BankSpec], dtype: str) -> WeightFormat | None:
+    """Return the format of the first quantised matrix of `banks`, for kernels in `dtype`; None if none is quantised."""
     for bank in banks:
         for part in bank.parts:
             if (formula := part.formula) is not None:
                 scale_bytes = bank.stored[dict(part.stored)[Role.SCALES]].torch_dtype.itemsize
                 zero_point_bytes = -(-formula.zero_points.bits // 8) if formula.zero_points is not None else 0
                 sizes = formula.packing.bits, *formula.block, scale_bytes + zero_point_bytes
-                return WeightFormat(bank.format.decoder, *sizes, (EXPERTS,), part.tensor.dtype)
+                return WeightFormat(bank.format.decoder, *sizes, (EXPERTS,), dtype)
     return None
 
 

@@ -96,6 +96,10 @@ CHANGED: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "rows joined": (lambda t: torch.stack([torch.cat([t["0.a.weight"], t["0.b.weight"]])]), "cat"),
     "rows of a matrix": (lambda t: torch.stack([t[f"{e}.a.weight"][:4] for e in range(EXPERTS)]), "slice"),
     "another dtype": (lambda t: _stack(t, "a").half(), "a conversion from torch.bfloat16 to torch.float16"),
+    "two conversions": (
+        lambda t: torch.cat([_stack(t, "a"), torch.stack([t["c.weight"]] * 3).half().bfloat16()], 1),
+        "a conversion from torch.float16 to torch.bfloat16",
+    ),
     "swapped experts": (lambda t: _stack(t, "a").transpose(0, 1), "transpose"),
     "a matrix in bf16": (
         lambda t: torch.stack([t["0.a.weight"], t["c.weight"].bfloat16()]),
