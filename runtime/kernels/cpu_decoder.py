@@ -69,7 +69,7 @@ def decode_on_cpu(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], t
     packing, values = formula.packing, stored[Role.VALUES]
     rows, columns = packing.shape(tuple(values.shape))[-2:]
     blocks = formula.block[0] or rows, formula.block[1] or columns
-    indices = None, stored.get(Role.BLOCK_INDICES)
+    indices: tuple[torch.Tensor | None, ...] = None, stored.get(Role.BLOCK_INDICES)
     scales, zero_points = formula.block_scales(stored), formula.stored_zero_points(stored)
     target = target.transpose(-1, -2) if formula.is_transposed else target
     if packing.transposed:  # lines are columns
