@@ -60,11 +60,6 @@ def check_mesh(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Se
             torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
-# Rows in two hops, and slots whose experts are cut: all variants of them run.
-KINDS = (ExactByExpert, CutSlots)
-OTHERS = tuple(layer for layer in MESH_LAYERS if layer not in KINDS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", MESH_LAYERS)
 def test_experts_over_both_axes_are_taken_whole_and_right(layer: type[nn.Module]) -> None:
@@ -94,18 +89,9 @@ VARIANTS = (check_more_machines_than_ranks_of_one, check_one_expert_on_each_rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("layer", KINDS)
-def test_every_variant_of_a_kind_is_taken_whole_and_right(
-    layer: type[nn.Module], check: Callable[[type[nn.Module]], None]
-) -> None:
-    check(layer)
-
-
-@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("layer", OTHERS)
+@pytest.mark.parametrize("layer", MESH_LAYERS)
 def test_a_variant_of_every_mesh_is_taken_whole_and_right(
     layer: type[nn.Module], check: Callable[[type[nn.Module]], None]
 ) -> None:

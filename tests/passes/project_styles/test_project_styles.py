@@ -21,12 +21,10 @@ from tests.helpers.project_styles.style_layers import (
 )
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
-# One style of each kind, in the fast tests: exchanged weights, converted weights, low rank, halves that overlap, and
-# padded rows. Fast tests on real ranks (`runtime/execute/test_project_style_ranks`) have slots, exact sizes, gathered
-# tokens, exchanged ids, two hops and cut experts.
-KINDS = ("megatron", "flat weights", "low rank", "overlapped halves", "padded by table")
-# One style of each form, of which all variants run.
-IN_ALL_VARIANTS = ("deepspeed", "deepseek", "megatron gathered", "global ids", "local ids")
+# One style of each kind, in the fast tests: exchanged weights, converted weights, low rank, halves that overlap, padded
+# rows, and exchanged ids. Fast tests on real ranks (`runtime/execute/test_project_style_ranks`) have slots, exact
+# sizes, gathered tokens and two hops.
+KINDS = ("megatron", "flat weights", "low rank", "overlapped halves", "padded by table", "global ids", "local ids")
 
 
 def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequence[int]]) -> None:
@@ -91,16 +89,9 @@ VARIANTS = (check_four_ranks_and_skew, check_bfloat16, check_fixed_sizes, check_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("style", IN_ALL_VARIANTS)
-def test_every_variant_of_a_form_is_taken_whole_and_right(style: str, check: Callable[[str], None]) -> None:
-    check(style)
-
-
-@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("style", [style for style in STYLES if style not in (*IN_ALL_VARIANTS, "batched slots")])
+@pytest.mark.parametrize("style", [style for style in STYLES if style != "batched slots"])
 def test_a_variant_of_every_style_is_taken_whole_and_right(style: str, check: Callable[[str], None]) -> None:
     check(style)
 
