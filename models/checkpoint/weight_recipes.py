@@ -307,7 +307,7 @@ class Decoded(Recipe):
 
     @property
     def has_columns_in_order(self) -> bool:
-        """Whether stored block indices say that columns are in order, so that the formula needs none."""
+        """True if all stored block indices are -1: columns are in order, and the formula needs no indices."""
         indices = self.parts.get(Role.BLOCK_INDICES)
         return indices is not None and bool((indices.read() == -1).all())
 

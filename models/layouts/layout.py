@@ -70,7 +70,7 @@ class Packing:
             elements = numbers.view(torch.uint8) if numbers.dtype == torch.int8 else numbers
             elements = elements.to(torch.int32).transpose(self.dim, -1)
             order = self.order or range(self.count)
-            shifts = _constant(tuple(place * self.bits for place in order), torch.int32, stored.device)
+            shifts = _constant(tuple(position * self.bits for position in order), torch.int32, stored.device)
             numbers = (elements.unsqueeze(-1) >> shifts) & ((1 << self.bits) - 1)
             numbers = numbers.flatten(-2).transpose(self.dim, -1)
         return numbers.transpose(-1, -2) if self.transposed else numbers

@@ -139,8 +139,8 @@ def stored_assumption(setting: Setting, unknown: str) -> str:
     if stored is None or stored.name == setting.dtype:
         return ""
     return (
-        f"experts rest and travel in {stored.name}, and are decoded to {setting.dtype} into the slot; decoding is "
-        "assumed to take no longer than the copy that it follows"
+        f"experts rest and travel in {stored.name}, and are decoded to {setting.dtype} into the slot; the time of "
+        "decoding is not counted, so thresholds are lower bounds, and neither is the buffer that it reads from"
     )
 
 

@@ -205,8 +205,8 @@ def stored_text(report: Report) -> str:
     )
     if saturation is not None:
         text += (
-            f". Threshold: {saturation.tokens_per_rank} tokens per rank, {stored.decoded_tokens_per_rank} if experts "
-            f"travelled in {stored.runs_as}"
+            f". Threshold, without the time of decoding: {saturation.tokens_per_rank} tokens per rank, "
+            f"{stored.decoded_tokens_per_rank} if experts travelled in {stored.runs_as}"
         )
     if stored.computes_in == stored.runs_as:
         return text

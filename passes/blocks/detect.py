@@ -258,11 +258,13 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
         is_in_files = home_named(read.home).is_in_files
         if len(read.expert_bounds) > 2 or is_in_files or read.decoder:
             place = "rests in files" if is_in_files else f"lies in shards on {len(read.expert_bounds) - 1} ranks"
-            place = f"rests encoded for decoder {read.decoder!r}" if read.decoder else place
+            remedy = ", or in the memory of one process"
+            if read.decoder:
+                place, remedy = f"rests encoded ({read.decoder})", ""
             raise PlanError(
                 f"bank {read.bank_name} {place} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
-                "its like, or in the memory of one process",
+                f"its like{remedy}",
                 name=read.bank_name,
             )
         reason = "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"

@@ -121,7 +121,7 @@ def resident_cost(setting: Setting) -> StrategyCost:
     """Return the cost of all experts on every device, without exchanges."""
     seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total) + _head(setting)
     # Kernels read experts as they are in a slot.
-    weights = setting.dense_bytes + banks_bytes(setting, "slot_bytes")
+    weights = setting.dense_bytes + banks_bytes(setting, in_slots=True)
     memory = weights + activations_bytes(setting)
     return StrategyCost(RESIDENT, seconds, 0.0, memory, memory <= setting.budget_bytes)
 
@@ -290,13 +290,14 @@ def _micro_batched(setting: Setting, name: str) -> float:
 # ---- Memory of one device --------------------------------------------------------------------------------------------
 
 
-def banks_bytes(setting: Setting, size: str = "home_bytes") -> int:
-    """Return the bytes of all experts of all layers, by default at rest; `size` is a field of BankSizes."""
-    return sum(
-        count * getattr(setting.bank(layer.experts), size)
-        for layer, count in setting.architecture.layer_counts.items()
-        if layer.experts is not None
-    )
+def banks_bytes(setting: Setting, *, in_slots: bool = False) -> int:
+    """Return the bytes of all experts of all layers: at rest, or as kernels read them in slots."""
+    total = 0
+    for layer, count in setting.architecture.layer_counts.items():
+        if layer.experts is not None:
+            sizes = setting.bank(layer.experts)
+            total += count * (sizes.slot_bytes if in_slots else sizes.home_bytes)
+    return total
 
 
 def activations_bytes(setting: Setting, tokens: float | None = None) -> float:

@@ -81,11 +81,10 @@ class BankedParameter(nn.Module):
         bank = self.store.bank(self.bank)
         reason = _why_not_writable(bank.spec)
         if reason:
-            raise InputError(
-                f"the experts of {bank.spec.name} {reason}: take or load a state_dict before offload_experts, or use "
-                "home='host'",
-                name=bank.spec.name,
-            )
+            remedy = "take or load a state_dict before offload_experts, or use home='host'"
+            if bank.spec.format.is_encoded:
+                remedy = "take a state_dict from a model that transformers' from_pretrained loaded"
+            raise InputError(f"the experts of {bank.spec.name} {reason}: {remedy}", name=bank.spec.name)
         with torch.inference_mode(False):
             return self.spec.view(bank.shard)
 

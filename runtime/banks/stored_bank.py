@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -51,7 +52,7 @@ def stored_bank(tensors: Mapping[str, torch.Tensor]) -> StoredBank | None:
                 positions.append((role, len(stored)))
                 stored[f"{tensor.name}.{number}.{role}"] = UnreadTensor(recipe)
             parts.append(DecodedPart(tensor, part.dim, part.start, part.stop, tuple(positions), part.formula))
-    layouts = dict.fromkeys(part.layout for of_tensor in parts_of_tensors for part in of_tensor if part.layout)
+    layouts = dict.fromkeys(part.layout for part in itertools.chain(*parts_of_tensors) if part.layout)
     return StoredBank(", ".join(layouts), stored, tuple(parts))
 
 

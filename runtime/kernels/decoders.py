@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 
 from moepass.models.errors import InputError
-from moepass.models.layouts.layout import MatrixFormula, Role
+from moepass.models.layouts.layout import Role
 from moepass.passes.ir.plan import BankSpec, DecodedPart
 from moepass.runtime.kernels.cpu_decoder import can_decode, decode_on_cpu
 
-# [Empirical] Experts are decoded together up to this size in fp32, so that temporary memory stays small.
+# [Empirical] Operations of torch decode this many bytes of fp32 at once, so that temporary memory stays small.
 _DECODED_AT_ONCE_BYTES = 64 << 20
 
 
@@ -40,13 +40,10 @@ def _decode(part: DecodedPart, stored: Mapping[Role, torch.Tensor], target: torc
     if part.formula is None:
         target.copy_(stored[Role.VALUES])
         return
+    if can_decode(target):
+        decode_on_cpu(part.formula, stored, target)
+        return
     count = max(1, _DECODED_AT_ONCE_BYTES // (4 * math.prod(target.shape[1:]) or 1))
     for start in range(0, len(target), count):
         experts = {role: values[start : start + count] for role, values in stored.items()}
-        decode = decode_on_cpu if can_decode(target) else decode_in_torch
-        decode(part.formula, experts, target[start : start + count])
-
-
-def decode_in_torch(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
-    """Decode into `target` by operations of torch, on any device."""
-    target.copy_(formula.decode(stored, target.dtype))
+        target[start : start + count] = part.formula.decode(experts, target.dtype)

@@ -90,8 +90,9 @@ def load_pretrained(
 
     The model computes the same as after `from_pretrained` and `offload_experts`, but each process reads only the dense
     weights and its own experts: all experts with home `host`, those of its rank with `peer` and `hybrid`, where all
-    ranks must call this, and none with `disk`. Beyond these bytes it needs memory for one expert at most. On the CPU
-    dense weights are views of the mapped file, as with from_pretrained; ranks on one machine share them.
+    ranks must call this, and with `disk` only the scales of quantised experts. Beyond these bytes it needs memory for
+    one expert at most. On the CPU dense weights are views of the mapped file, as with from_pretrained; ranks on one
+    machine share them.
 
     No file of the checkpoint may change while it is loaded. (Truncating a file while dense weights are read from it
     ends the process with SIGBUS.)

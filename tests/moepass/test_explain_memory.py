@@ -62,7 +62,9 @@ def test_the_threshold_is_that_of_the_bytes_that_travel(model: str, hardware: st
     # by a little more or less than that.
     ratio = stored.decoded_tokens_per_rank / saturation.tokens_per_rank
     assert ratio == pytest.approx({"fp8": 2.0, "mxfp4": 1 / 0.266}[stored.format], rel=0.15)
-    text = f"Threshold: {saturation.tokens_per_rank} tokens per rank, {stored.decoded_tokens_per_rank} if experts"
+    text = (
+        f"{saturation.tokens_per_rank} tokens per rank, {stored.decoded_tokens_per_rank} if experts travelled in bf16"
+    )
     assert text in words(report.text())
 
 
