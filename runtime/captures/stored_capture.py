@@ -116,7 +116,9 @@ class StoredCapture:
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
         self._record, self._store, self.context = record, store, context
         self._state = _StateTensors(model, [item for item in record.inputs if isinstance(item, StateInput)])
-        specs = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
+        banks = [] if store is None else store.banks
+        # A plan does not know how banks are decoded; the key of the record covers it.
+        specs = {bank.spec.index: dataclasses.replace(bank.spec, stored=(), parts=()) for bank in banks}
         for spec in record.plan.banks:
             if specs.get(spec.index) != dataclasses.replace(spec, in_parts=()):
                 raise ValueError(f"bank {spec.index} of the model is {specs.get(spec.index)}; the capture needs {spec}")

@@ -76,7 +76,7 @@ def decode_on_cpu(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], t
         rows, columns, blocks, indices = columns, rows, blocks[::-1], indices[::-1]
         scales, target = scales.transpose(-1, -2), target.transpose(-1, -2)
         zero_points = None if zero_points is None else zero_points.transpose(-1, -2)
-    order = torch.tensor(packing.order) if packing.order else None
+    order = torch.tensor(packing.order, device="cpu") if packing.order else None
     tensors = (
         *(values, scales.contiguous(), None if zero_points is None else zero_points.contiguous()),
         *(None if index is None else index.long().contiguous() for index in indices),

@@ -26,6 +26,7 @@ from moepass.stored_compile import StoredModule
 from tests.helpers.graphs.stored_models import EAGER, graphs_compiled_by
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 from tests.helpers.models.tiny import tiny_model
+from tests.helpers.processes import halved_format
 
 SMALL = StackConfig(layers=2, hidden=16, width=16, experts=4)
 pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
@@ -164,6 +165,23 @@ def test_a_stored_capture_gives_the_same_bits_for_all_sizes_without_dynamo(fille
     ring = compilation.executor.ring
     assert ring is not None
     assert ring.statistics.copied_bytes > 0
+
+
+def _encoded_stack() -> MoEStack:
+    model = build_stack(SMALL)
+    halved_format.halve(model)
+    with halved_format.resting_halved():
+        moepass.offload_experts(model)
+    return model
+
+
+def test_a_stored_capture_serves_experts_that_rest_encoded(store: CaptureStore) -> None:
+    with torch.no_grad():
+        expected = StoredModule(_encoded_stack(), EAGER, "stack", store)(_tokens(6))
+        stored = StoredModule(_encoded_stack(), EAGER, "stack", store)
+        results: list[torch.Tensor] = []
+        assert graphs_compiled_by(lambda: results.append(stored(_tokens(6)))) == 0
+    assert torch.equal(results[0], expected)
 
 
 @pytest.mark.slow

@@ -104,6 +104,17 @@ def test_every_code_is_decoded() -> None:
         assert torch.equal(target.nan_to_num(999), formula.decode(stored, torch.float32).nan_to_num(999))
 
 
+def test_another_default_device_changes_nothing() -> None:
+    packing = INTERLEAVED
+    formula = MatrixFormula(packing, Number.INT, (1, None))
+    words = torch.arange(16, dtype=torch.int32).view(1, 8, 2) * 0x01234567
+    stored = {Role.VALUES: words, Role.SCALES: torch.ones(1, 1, 16)}
+    expected, target = formula.decode(stored, torch.float32), torch.zeros(1, 16, 8)
+    with torch.device("meta"):
+        decode_on_cpu(formula, stored, target)
+    assert torch.equal(target, expected)
+
+
 def test_targets_that_cxx_cannot_write() -> None:
     assert not can_decode(torch.empty(2, 4, 4, dtype=torch.float64))
     assert not can_decode(torch.empty(2, 4, 4, device="meta"))
