@@ -25,6 +25,7 @@ import moepass
 from benchmarks.common import interleaved_seconds, print_table, verdict
 from benchmarks.parts.causal_attention import CAUSAL, causal_attention
 from benchmarks.prediction import SEQUENCE, Calibrations
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.planner_decisions import Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.planner.graph_problem import bank_phases
@@ -127,7 +128,8 @@ def _compare(
 def _fitting(banks: dict[str, int], layers: Layers, room: int) -> list[Variant]:
     """Return every set of layers that fits, with the largest number of slots: more slots are never slower."""
     numbers = [number for number, layer in enumerate(layers) if layer is not None]
-    phases = bank_phases(banks.items(), dict(zip(banks, numbers, strict=True)))
+    sizes = [(name, BankFormat.plain(nbytes)) for name, nbytes in banks.items()]
+    phases = bank_phases(sizes, dict(zip(banks, numbers, strict=True)))
     variants = []
     for count in range(len(phases)):
         for resident in itertools.combinations(range(len(phases)), count):

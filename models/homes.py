@@ -37,7 +37,7 @@ class HomeRecord:
     Attributes:
         banks_there: what banks do there, as the end of a sentence
         rests_in: owner of the memory that the banks take
-        travel: links over which a bank is transferred into a slot, all at the same time; empty: it stays on the device
+        travel: links over which a bank is transferred to the device, all at the same time; empty: it rests there
         devices: kinds of devices that can compute from this home
         is_spread: each of N ranks holds 1/N of every bank
         transports: transports that can exchange shards between ranks, the default first
@@ -57,8 +57,8 @@ class HomeRecord:
 
     @property
     def keeps_shards_on_device(self) -> bool:
-        """True if each rank holds its shard on the compute device."""
-        return self.is_spread and self.rests_in == "device"
+        """True if each rank holds its shard, or the complete bank, on the compute device."""
+        return self.rests_in == "device"
 
     @property
     def is_in_files(self) -> bool:
@@ -70,7 +70,7 @@ class HomeRecord:
 HOMES: dict[str, HomeRecord] = {
     record.name: record
     for record in (
-        HomeRecord("device", "stay on the compute device", "device", travel=(), devices=("cpu", "cuda")),
+        HomeRecord("device", "rest on the compute device", "device", travel=(), devices=("cpu", "cuda")),
         HomeRecord(
             "peer",
             "lie in shards on all ranks",

@@ -3,7 +3,7 @@
 torch.compile(model, backend="asyncep")        compile a model with the backend
 moepass.offload_experts(model)                 keep experts in host memory, and stream them while layers compute
 moepass.load_pretrained(path)                  the same for a checkpoint; each rank reads only its own experts
-moepass.Host, Peer, Hybrid, Disk               homes with options: offload_experts(model, home=Peer(...))
+moepass.Host, Device, Peer, Hybrid, Disk       homes with options: offload_experts(model, home=Peer(...))
 moepass.gather_only_step(model)                take part in a step without tokens, with transport "collective"
 moepass.explain(model)                         plan a model on a machine, without that machine
 moepass.record_compilations()                  record the plans of compiled models
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moepass.options import Options as Options
     from moepass.passes.ir.plan import Plan as Plan
     from moepass.runtime.execute.gather_only import gather_only_step as gather_only_step
+    from moepass.runtime.homes.options.home_options import Device as Device
     from moepass.runtime.homes.options.home_options import Disk as Disk
     from moepass.runtime.homes.options.home_options import Host as Host
     from moepass.runtime.homes.options.home_options import Hybrid as Hybrid
@@ -55,7 +56,7 @@ _NAMES = {
     "moepass.options": ("Options",),
     "moepass.passes.ir.plan": ("Plan",),
     "moepass.runtime.execute.gather_only": ("gather_only_step",),
-    "moepass.runtime.homes.options.home_options": ("Disk", "Host", "Hybrid", "Peer"),
+    "moepass.runtime.homes.options.home_options": ("Device", "Disk", "Host", "Hybrid", "Peer"),
     "moepass.runtime.integrations.transformers_ep": ("register_transformers",),
     "moepass.runtime.kernels.grouped_gemm.tuner": ("tune_kernels",),
     "moepass.runtime.offload.loading": ("load_pretrained", "offload_report"),

@@ -41,7 +41,8 @@ from moepass.models.formulas.layers import model_flops
 from moepass.models.sizes.architecture import short_dtype
 from moepass.models.sizes.families import from_config
 from moepass.passes.machine.layer_times import Sequences
-from moepass.passes.planner.model_problem import bank_transfer, threshold
+from moepass.passes.machine.times import fill_seconds
+from moepass.passes.planner.model_problem import threshold, typical_bank
 from moepass.passes.planner.strategies import Setting
 from moepass.runtime.banks.banks import BankStore
 
@@ -136,7 +137,7 @@ def predicted_threshold(target: Target, config: PreTrainedConfig, longest: int) 
     # The threshold depends neither on the number of sequences nor on the budget.
     setting = Setting(architecture, target.hardware, Sequences(1, longest), short_dtype(target.dtype), math.inf)
     layer = architecture.typical_moe_layer
-    _, transfer = bank_transfer(setting, layer, "host")
+    transfer = fill_seconds(setting.hardware, typical_bank(setting), "host")
     return float(threshold(setting, layer, transfer).tokens)
 
 

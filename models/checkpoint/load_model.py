@@ -64,6 +64,11 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMode
     return model
 
 
+def is_quantized(folder: Path) -> bool:
+    """Return whether the checkpoint is quantised. Raises CheckpointError if its configuration cannot be read."""
+    return _pop_quantization(folder, load_config(folder)) is not None
+
+
 def build_unread(
     folder: Path, dtype: torch.dtype | None, experts_implementation: str = "grouped_mm"
 ) -> tuple[CheckpointFiles, PreTrainedModel]:

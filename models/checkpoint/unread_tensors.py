@@ -28,7 +28,7 @@ from moepass.models.checkpoint.weight_recipes import (
     Stored,
     UnfollowedError,
 )
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.layouts.published import Quantization
 from moepass.models.layouts.quantized_matrices import quantized_matrices
 
@@ -109,7 +109,13 @@ def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, 
     if operation is _aten._to_copy.default:
         options = {key for key, value in keywords.items() if value is not None} - {"dtype", "device", "non_blocking"}
         is_plain = not options and keywords.get("device") in (None, torch.device("cpu"))
-        return Converted(first, keywords.get("dtype") or first.dtype) if is_plain else None
+        dtype = keywords.get("dtype") or first.dtype
+        if dtype.is_floating_point and not first.dtype.is_floating_point:
+            # No checkpoint stores weights as integers without a quantisation that says what they mean.
+            tensor = next(first.stored()).tensor
+            text = f"{tensor.file}: {tensor.key} is {first.dtype}; expected floating-point numbers"
+            raise CheckpointError(text, name=tensor.key, value=first.dtype, path=tensor.file)
+        return Converted(first, dtype) if is_plain else None
     if operation is _aten.slice.Tensor:
         return _sliced(first, *arguments[1:])
     if operation not in (_aten.stack.default, _aten.cat.default):

@@ -19,6 +19,16 @@ class BankSizes:
     link_bytes: int
     slot_bytes: int
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the bank is decoded into its slot."""
+        return self.link_bytes != self.slot_bytes
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of the buffer from which the bank is decoded; 0 if it travels as it is in its slot."""
+        return self.link_bytes if self.is_encoded else 0
+
 
 def bank_sizes(experts: Experts, hidden: int, dtype: str, stored: WeightFormat | None = None) -> BankSizes:
     """Return the sizes of a bank whose experts are computed in `dtype`.

@@ -165,6 +165,7 @@ class _Weights(msgspec.Struct):
     symmetric: bool = True
     strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
     group_size: int | None = None
+    actorder: bool | str | None = None
     block_structure: tuple[int, int] | str | None = None
 
 
@@ -225,9 +226,8 @@ def _pack_quantized(weights: _Weights) -> WeightLayout:
         suffixes[Role.ZERO_POINTS] = "weight_zero_point"
         zero_points = dataclasses.replace(formula.packing, dim=-2)
         formula = dataclasses.replace(formula, zero_points=zero_points, zero_point=0)
-    optional = {Role.BLOCK_INDICES: "weight_g_idx"}
-    name = f"int{bits} packed"
-    return WeightLayout(name, _COMPRESSED_SOURCE, suffixes, _WORDS, _FLOATS, formula, optional=optional)
+    layout = WeightLayout(f"int{bits} packed", _COMPRESSED_SOURCE, suffixes, _WORDS, _FLOATS, formula)
+    return _with_block_indices(layout, "weight_g_idx", weights.actorder in (True, "group", "dynamic"))
 
 
 _FORMATS: Mapping[str, Callable[[_Weights], WeightLayout]] = {
@@ -263,6 +263,7 @@ _QWEIGHT = {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "sc
 class _Gptq(msgspec.Struct):
     bits: int
     group_size: int = 128
+    desc_act: bool = False
     checkpoint_format: str | None = None
     dynamic: dict[str, dict[str, Any]] | None = None
     modules_to_not_convert: tuple[str, ...] | None = None
@@ -287,9 +288,17 @@ def _gptq(config: _Gptq) -> Quantization:
         zero_points=packing,
         zero_point_offset=1 if version == "gptq" else 0,
     )
-    name, optional = f"gptq int{config.bits}", {Role.BLOCK_INDICES: "g_idx"}
-    layout = WeightLayout(name, _GPTQ_SOURCE, _QWEIGHT, _WORDS, _FLOATS, formula, optional=optional)
+    layout = WeightLayout(f"gptq int{config.bits}", _GPTQ_SOURCE, _QWEIGHT, _WORDS, _FLOATS, formula)
+    layout = _with_block_indices(layout, "g_idx", config.desc_act and config.group_size > 0)
     return Quantization("gptq", (layout,), config.modules_to_not_convert or ())
+
+
+def _with_block_indices(layout: WeightLayout, suffix: str, is_needed: bool) -> WeightLayout:
+    """Return `layout` with the group of each column, which a matrix may lack unless columns were reordered."""
+    indices = {Role.BLOCK_INDICES: suffix}
+    if is_needed:
+        return dataclasses.replace(layout, suffixes={**layout.suffixes, **indices})
+    return dataclasses.replace(layout, optional=indices)
 
 
 class _Awq(msgspec.Struct):

@@ -84,7 +84,11 @@ def quantized_matrices(
     skipped = {key for key in tensors if key.endswith(_SKIPPED_SUFFIXES)} - claimed
     for key in sorted(tensors.keys() - claimed - skipped):
         # Other tensors with unknown names are an error later. These could be read as weights, without their scales.
-        if tensors[key].dtype in (*_FLOAT8, torch.uint8, torch.int8):
+        is_values = any(
+            key.endswith(layout.suffixes[Role.VALUES]) and tensors[key].dtype in layout.dtypes
+            for layout in quantization.layouts
+        )
+        if is_values or tensors[key].dtype in (*_FLOAT8, torch.uint8, torch.int8):
             raise _incomplete(quantization, key, tensors, name)
     return matrices, skipped
 

@@ -26,7 +26,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
     home: Annotated[
         str,
         option(
-            "Where experts rest; **device** keeps all of them on the device, so none are streamed.",
+            "Where experts rest; **device** keeps them on the device, and decodes quantised ones layer by layer.",
             details="See [homes](homes.md).",
             metavar=f"[{'|'.join(HOMES)}]",
         ),

@@ -100,7 +100,7 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
             world_size=options.ranks,
             timeout=datetime.timedelta(minutes=10),
         )
-    home = None if options.home == "device" else options_of(options.home)
+    home = options_of(options.home)
     if options.home == Host.home:
         home = Host(link=options.link)
 

@@ -138,10 +138,8 @@ def stored_assumption(setting: Setting, unknown: str) -> str:
     stored = setting.stored
     if stored is None or stored.name == setting.dtype:
         return ""
-    return (
-        f"experts rest and travel in {stored.name}, and are decoded to {setting.dtype} into the slot; the time of "
-        "decoding is not counted, so thresholds are lower bounds, and neither is the buffer that it reads from"
-    )
+    decoding = "as measured" if setting.hardware.decode else "at the rate of the memory, as one kernel could do it"
+    return f"experts rest and travel in {stored.name}, and are decoded to {setting.dtype} into the slot, {decoding}"
 
 
 # ---- Advice ----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,10 @@ def _rows(hardware: Hardware) -> Iterator[tuple[str, str, Figure]]:
         yield f"{dtype} GEMM", si(rate.value, "FLOP/s"), rate
     yield "memory", si(hardware.memory_bytes.value, "B"), hardware.memory_bytes
     yield "memory rate", si(hardware.memory_bytes_per_s.value, "B/s"), hardware.memory_bytes_per_s
+    if hardware.decode is not None:
+        largest = hardware.decode.axes[0].points[-1]
+        decoding = Figure(largest / hardware.decode.at(bytes=largest), hardware.decode.source, hardware.decode.note)
+        yield "decoding into slot", si(decoding.value, "B/s"), decoding
     for name in LINKS:
         link = getattr(hardware, name)
         if link is not None:

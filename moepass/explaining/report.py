@@ -177,10 +177,11 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         expert_bytes, other_bytes = explanation.expert_bytes, explanation.other_bytes
         yield "memory", f"experts {_bytes(expert_bytes)}; everything else {_bytes(other_bytes)}"
     if saturation is not None:
+        decoding = f", {_seconds(saturation.decode_seconds)} of it to decode" if saturation.decode_seconds else ""
         yield (
             "threshold",
             f"{saturation.tokens_per_rank} tokens per rank and step hide the transfer of a bank of "
-            f"{_bytes(saturation.gather_bytes)} ({_seconds(saturation.gather_seconds)}) with a margin of "
+            f"{_bytes(saturation.gather_bytes)} ({_seconds(saturation.gather_seconds)}{decoding}) with a margin of "
             f"{saturation.gamma:g}; {saturation.tokens_per_rank_at_peak} at the peak rate. {saturation.formula}",
         )
         if report.memory_curve:
@@ -205,7 +206,7 @@ def stored_text(report: Report) -> str:
     )
     if saturation is not None:
         text += (
-            f". Threshold, without the time of decoding: {saturation.tokens_per_rank} tokens per rank, "
+            f". Threshold: {saturation.tokens_per_rank} tokens per rank, "
             f"{stored.decoded_tokens_per_rank} if experts travelled in {stored.runs_as}"
         )
     if stored.computes_in == stored.runs_as:

@@ -119,10 +119,15 @@ class Block(ReportPart, frozen=True):
 
 
 class SaturationPart(ReportPart, frozen=True):
-    """The saturation threshold of the typical MoE layer. `values` has the values of the symbols in `formula`."""
+    """The saturation threshold of the typical MoE layer.
+
+    `gather_seconds` end when the bank is in its slot; `decode_seconds` are a part of them, 0 for a bank that travels as
+    it is there. `values` has the values of the symbols in `formula`.
+    """
 
     gather_bytes: float
     gather_seconds: float
+    decode_seconds: float
     flops_per_token: float
     tokens_per_rank: int
     tokens_per_rank_at_peak: int

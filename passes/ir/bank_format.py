@@ -12,19 +12,17 @@ from __future__ import annotations
 import dataclasses
 
 from moepass.models.errors import InputError
+from moepass.models.formulas.stored_weights import BankSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class BankFormat:
+class BankFormat(BankSizes):
     """The three sizes of a bank, and the name of the decoder from link bytes to slot bytes.
 
     `decoder` is empty if the bytes are the same everywhere. Raises InputError if sizes without a decoder differ, or if
     more bytes would travel than rest.
     """
 
-    home_bytes: int
-    link_bytes: int
-    slot_bytes: int
     decoder: str = ""
 
     def __post_init__(self) -> None:

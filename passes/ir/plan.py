@@ -364,8 +364,7 @@ class Plan:
     @property
     def encoded_buffer_bytes(self) -> int:
         """Bytes of the ring's encoded buffer: the largest encoded bank on the link; 0 without encoded banks."""
-        formats = [self.bank(stay.bank).format for stay in self.slot_stays]
-        return max((encoded.link_bytes for encoded in formats if encoded.is_encoded), default=0)
+        return max((self.bank(stay.bank).format.encoded_bytes for stay in self.slot_stays), default=0)
 
     @property
     def device_bank_bytes(self) -> int:

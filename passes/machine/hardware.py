@@ -179,6 +179,8 @@ class Hardware:
         overlap: slowdowns while copies and computation overlap
         compute: tables of seconds by kind (COMPUTE_AXES) and dtype
         memory: seconds of elementwise traffic, by `bytes`
+        decode: seconds of decoding a quantised bank into its slot, by the `bytes` that it has there; None if decoding
+            is traffic at the rate of the memory
         collectives: tables of seconds of collectives
     """
 
@@ -198,6 +200,7 @@ class Hardware:
     local: TransferLink | None = None
     compute: Annotated[dict[str, dict[str, SecondsTable]], Keys(COMPUTE_AXES)] = dataclasses.field(default_factory=dict)
     memory: BytesTable | None = None
+    decode: BytesTable | None = None
     collectives: Collectives | None = None
     conditions: Conditions | None = None
     schema: str = HARDWARE_SCHEMA

@@ -15,6 +15,7 @@ from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.communication import part_bytes
 from moepass.models.formulas.gemms import gemm_bytes, gemm_flops
 from moepass.models.formulas.memory import element_bytes
+from moepass.models.formulas.stored_weights import BankSizes
 from moepass.models.homes import COLLECTIVE, LINKS, PULL, LinkName, LinkUse, home_named
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.machine.hardware import COLLECTIVES, Figure, Hardware, TransferLink
@@ -97,7 +98,7 @@ def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[floa
 
 
 def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: str = PULL) -> float:
-    """Return the seconds to bring a complete bank from `home` into its slot.
+    """Return the seconds to bring a complete bank of `bank_bytes` on the link from `home` to the device.
 
     `transport` is how ranks exchange shards, for homes that support several. Raises the errors of `link_seconds`,
     and InputError for an unknown transport.
@@ -108,6 +109,23 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
         received = bank_bytes * (hardware.ranks - 1) / hardware.ranks
         return max(collective_seconds(hardware, "bank_gather", bank_bytes), _emulated_seconds(hardware.peer, received))
     return max((0.0, *link_seconds(hardware, bank_bytes, home)))
+
+
+def fill_seconds(hardware: Hardware, bank: BankSizes, home: str, transport: str = PULL) -> float:
+    """Return the seconds until a bank from `home` is in its slot: its transfer, and then its decoding.
+
+    Raises the errors of `gather_seconds`.
+    """
+    return gather_seconds(hardware, bank.link_bytes, home, transport) + decode_seconds(hardware, bank)
+
+
+def decode_seconds(hardware: Hardware, bank: BankSizes) -> float:
+    """Return the seconds to decode `bank` into its slot; 0 if it travels as it is there."""
+    if not bank.is_encoded:
+        return 0.0
+    if hardware.decode is not None:
+        return hardware.decode.at(bytes=bank.slot_bytes)
+    return memory_seconds(hardware, bank.link_bytes + bank.slot_bytes)
 
 
 def _use_seconds(hardware: Hardware, bank_bytes: float, use: LinkUse) -> float:

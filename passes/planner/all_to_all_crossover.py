@@ -20,7 +20,7 @@ from moepass.models.formulas.text import evaluate_text
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.ir.plan import MoEBlock, Plan
 from moepass.passes.machine.hardware import Hardware, with_ranks
-from moepass.passes.machine.times import collective_seconds, gather_seconds, token_exchange_seconds, work_seconds
+from moepass.passes.machine.times import collective_seconds, fill_seconds, token_exchange_seconds, work_seconds
 
 # Upper limit of the search for the crossover, in tokens per rank.
 MOST_TOKENS = 1 << 24
@@ -66,9 +66,7 @@ class CrossoverEstimate:
         self.grows = next((symbol for symbol in symbols if tokens.diff(symbol).diff(symbol) == 0), None)
         self.captured_tokens = max(1.0, self._tokens_at(self.sizes))
         banks = [plan.bank(block.bank) for block in self.blocks if block.bank is not None]
-        self.transfer = sum(
-            gather_seconds(self.hardware, bank.format.link_bytes, bank.home, transport) for bank in banks
-        )
+        self.transfer = sum(fill_seconds(self.hardware, bank.format, bank.home, transport) for bank in banks)
 
     def seconds(self, tokens: float) -> FormSeconds:
         """Return the seconds of both forms with `tokens` tokens on every rank."""

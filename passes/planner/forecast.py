@@ -18,7 +18,7 @@ from moepass.models.formulas.saturation import GAMMA, Saturation
 from moepass.passes.ir.planner_decisions import ASYNCEP, Decisions, DeviceMemory
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.machine.layer_times import sequences_of
-from moepass.passes.machine.times import peak_flops_per_s
+from moepass.passes.machine.times import fill_seconds, peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
 from moepass.passes.planner.host_memory import HostMemory, host_memory
 from moepass.passes.planner.make_plan import (
@@ -30,9 +30,7 @@ from moepass.passes.planner.make_plan import (
     make_plan,
 )
 from moepass.passes.planner.model_problem import (
-    bank_transfer,
     device_shard_bytes,
-    link_bytes,
     model_phases,
     model_problem,
     read_in_place_bytes,
@@ -40,6 +38,7 @@ from moepass.passes.planner.model_problem import (
     saturation_at,
     streaming_execution,
     threshold,
+    typical_bank,
 )
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule
 from moepass.passes.planner.simulate import Simulation, simulate_phases
@@ -119,7 +118,9 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     """
     architecture, hardware = setting.architecture, setting.hardware
     layer = architecture.typical_moe_layer
-    _, transfer = bank_transfer(setting, layer, home)
+    bank = typical_bank(setting)
+    # With home `device` all layers are resident.
+    transfer = fill_seconds(hardware, bank, home, setting.transport) if home != "device" else 0.0
     saturated = threshold(setting, layer, transfer, gamma)
     problem = model_problem(setting, home, most_slots=most_slots, threshold_tokens=saturated.tokens)
     made = _plan(problem)
@@ -132,7 +133,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         0.0,
         memory.peak_bytes,
         simulation is not None and memory.peak_bytes <= setting.budget_bytes and host.fits is not False,
-        float(background_bytes(home, link_bytes(setting, layer), setting.ranks)),
+        float(background_bytes(home, bank.link_bytes, setting.ranks)),
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
     chosen, runner_up = ranking(comparison, setting.ranks)
@@ -236,13 +237,15 @@ def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
     architecture = setting.architecture
     layer, count = architecture.typical_moe_layer, len(architecture.moe_layers)
     assert layer.experts is not None
-    nbytes, shard = setting.bank(layer.experts).slot_bytes, device_shard_bytes(setting, layer, planned.home)
-    slot = nbytes - read_in_place_bytes(setting, layer, planned.home)
+    bank = setting.bank(layer.experts)
+    nbytes, shard = bank.slot_bytes, device_shard_bytes(setting, layer, bank, planned.home)
+    slot = nbytes - read_in_place_bytes(setting, layer, bank, planned.home)
     resting, gamma = resting_memory(setting, planned.home).peak_bytes, planned.saturation.values["gamma"]
     points = []
     for resident in sorted({round(step * count / (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}):
         streamed = count - resident
         tokens = threshold(setting, layer, planned.transfer_seconds * streamed / count, gamma).tokens
         slots = min(DEFAULT_SLOTS, streamed)
-        points.append(ThresholdPoint(resident, resting + slots * slot + resident * nbytes + streamed * shard, tokens))
+        ring = slots * slot + (bank.encoded_bytes if streamed else 0)
+        points.append(ThresholdPoint(resident, resting + ring + resident * nbytes + streamed * shard, tokens))
     return tuple(points)

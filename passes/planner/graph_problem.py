@@ -14,15 +14,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from moepass.models.errors import InputError
+from moepass.models.formulas.stored_weights import BankSizes
 from moepass.models.homes import COLLECTIVE
 from moepass.models.sizes.architecture import short_dtype
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.planner_decisions import Decisions, DeviceMemory
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Sequences
-from moepass.passes.machine.times import Work, gather_seconds, peak_flops_per_s, work_seconds
+from moepass.passes.machine.times import Work, fill_seconds, peak_flops_per_s, work_seconds
 from moepass.passes.planner.make_plan import NO_PROFILE, PlanningProblem, make_plan
 from moepass.passes.planner.model_problem import execution_with_copies, model_problem, profile_of
 from moepass.passes.planner.phases import LayerPhase
@@ -73,7 +75,7 @@ def plan_graph(
 
 
 def bank_phases(
-    bank_bytes: Iterable[tuple[str, int]],
+    banks: Iterable[tuple[str, BankSizes]],
     numbers: Mapping[str, int],
     shard_bytes: Mapping[str, int] | None = None,
     read_in_place_bytes: Mapping[str, int] | None = None,
@@ -81,7 +83,7 @@ def bank_phases(
     """Return phases of which only the banks are known.
 
     Args:
-        bank_bytes: Names and slot bytes of the banks.
+        banks: Names and sizes of the banks.
         numbers: The layer of each bank.
         shard_bytes: Bytes that each streamed bank keeps on the device.
         read_in_place_bytes: Bytes of the shard that are read in place, so that slots lack them.
@@ -92,12 +94,13 @@ def bank_phases(
             name,
             name,
             0.0,
-            nbytes,
+            bank.slot_bytes,
             number=numbers[name],
             shard_bytes=shards.get(name, 0),
             read_in_place_bytes=in_place.get(name, 0),
+            encoded_bytes=bank.encoded_bytes,
         )
-        for name, nbytes in bank_bytes
+        for name, bank in banks
     )
 
 
@@ -129,9 +132,12 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
         math.inf if budget is None else budget,
         transport=placed.transport,
     )
+    numbers = dict(placed.banks)
+    streamed_banks = {numbers[bank.name]: bank for bank in plan.banks if bank.name in numbers}
     problem = model_problem(
         setting,
         placed.decisions.home,
+        banks={number: bank.format for number, bank in streamed_banks.items() if bank.format.is_encoded},
         slots=plan.slots,
         resident_layers=placed.decisions.resident_layers,
         resting=dataclasses.replace(
@@ -139,8 +145,7 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
         ),
     )
     # The graph shows which bytes its slots lack; the formula only knows which they can lack.
-    numbers = dict(placed.banks)
-    in_place = {numbers[bank.name]: _read_in_place_bytes(bank) for bank in plan.banks if bank.name in numbers}
+    in_place = {number: _read_in_place_bytes(bank) for number, bank in streamed_banks.items()}
     phases = (
         dataclasses.replace(phase, read_in_place_bytes=in_place.get(phase.number, 0)) if phase.bank_bytes else phase
         for phase in problem.phases
@@ -168,14 +173,14 @@ def _graph_problem(
     if hardware is not None:
         phases, unknown, memory_share = _timed_phases(plan, sizes, hardware, home, transport, numbers)
         if phases is not None:
-            nbytes = max((plan.bank(stay.bank).format.link_bytes for stay in plan.slot_stays), default=0)
-            machine = execution_with_copies(hardware, home, transport, nbytes, memory_share)
+            formats = [plan.bank(stay.bank).format for stay in plan.slot_stays]
+            largest = max(formats, key=lambda bank: bank.link_bytes, default=BankFormat.plain(0))
+            machine = execution_with_copies(hardware, home, transport, largest, memory_share)
             profile = profile_of(hardware)
     if phases is None:
         stays = [plan.bank(stay.bank) for stay in plan.slot_stays]
         in_place = {bank.name: _read_in_place_bytes(bank) for bank in stays}
-        sizes_of_banks = [(bank.name, bank.format.slot_bytes) for bank in stays]
-        phases = bank_phases(sizes_of_banks, numbers, read_in_place_bytes=in_place)
+        phases = bank_phases([(bank.name, bank.format) for bank in stays], numbers, read_in_place_bytes=in_place)
     return PlanningProblem(
         phases=phases,
         home=home,
@@ -254,7 +259,7 @@ def _timed_phases(
         if step.op == "acquire":
             assert step.bank is not None
             bank = plan.bank(step.bank)
-            copying = gather_seconds(hardware, bank.format.link_bytes, home, transport)
+            filling = fill_seconds(hardware, bank.format, home, transport)
             queue = experts.get(step.name)
             work = queue.popleft() if queue else None
             computing = 0.0 if work is None else timing.experts(work)
@@ -262,7 +267,14 @@ def _timed_phases(
             in_place = _read_in_place_bytes(bank)
             phases.append(
                 LayerPhase(
-                    bank.name, bank.name, computing, nbytes, copying, number=number, read_in_place_bytes=in_place
+                    bank.name,
+                    bank.name,
+                    computing,
+                    nbytes,
+                    filling,
+                    number=number,
+                    read_in_place_bytes=in_place,
+                    encoded_bytes=bank.format.encoded_bytes,
                 )
             )
             reading.append((step.bank, work))

@@ -103,7 +103,7 @@ def device_memory(resting: DeviceMemory, schedule: RingSchedule) -> DeviceMemory
     return dataclasses.replace(
         resting,
         resident_bytes=resting.resident_bytes + schedule.resident_bytes + schedule.shard_bytes,
-        slot_bytes=resting.slot_bytes + schedule.slots * schedule.slot_bytes,
+        slot_bytes=resting.slot_bytes + schedule.ring_bytes,
     )
 
 

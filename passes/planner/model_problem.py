@@ -6,19 +6,22 @@ A bank is read from the router on, so attention is a separate phase.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from moepass.models.formulas.expert_placement import largest_shard_bytes, smallest_shard_bytes
 from moepass.models.formulas.layers import flops_per_token, mlp_parameters
 from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
+from moepass.models.formulas.stored_weights import BankSizes
 from moepass.models.homes import COLLECTIVE, PULL, home_named
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.planner_decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_seconds, layer_seconds
-from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
+from moepass.passes.machine.times import decode_seconds, fill_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import least_bank_bytes
@@ -27,6 +30,10 @@ from moepass.passes.planner.strategies import Setting, activations_bytes, reside
 
 # Iterations between the threshold and its rate; a few are enough.
 _MOST_ROUNDS = 50
+
+# Sizes of banks by the number of the layer; the setting knows those of all others.
+Banks = Mapping[int, BankSizes]
+_BY_SIZES: Banks = {}
 
 
 def model_problem(
@@ -38,10 +45,11 @@ def model_problem(
     resident_layers: tuple[int, ...] | None = None,
     resting: DeviceMemory | None = None,
     threshold_tokens: int | None = None,
+    banks: Banks = _BY_SIZES,
 ) -> PlanningProblem:
     """Return the planning problem of `setting` with experts at rest in `home`.
 
-    With home `device` everything stays, whether it fits or not. An infinite budget means no budget.
+    With home `device` all layers are resident by default, whether they fit or not. An infinite budget means no budget.
 
     Args:
         setting: The model on the machine.
@@ -51,16 +59,18 @@ def model_problem(
         resident_layers: Resident layers, if already decided.
         resting: Memory of the device, if known better than from sizes.
         threshold_tokens: The saturation threshold, if known.
+        banks: Sizes of banks that are known better than from the setting, by the number of the layer.
 
     Raises:
         InputError: The machine lacks the link, the model has no experts, or the dtype has no rate.
     """
-    phases = model_phases(setting, home)
+    phases = model_phases(setting, home, banks)
+    typical = typical_bank(setting, banks)
     if threshold_tokens is None:
-        layer = setting.architecture.typical_moe_layer
-        threshold_tokens = threshold(setting, layer, bank_transfer(setting, layer, home)[1]).tokens
+        transfer = fill_seconds(setting.hardware, typical, home, setting.transport)
+        threshold_tokens = threshold(setting, setting.architecture.typical_moe_layer, transfer).tokens
     stay = None if resident_layers is None else set(resident_layers)
-    if home == "device":
+    if home == "device" and stay is None:
         stay, slots = set(setting.architecture.moe_layers), 0
     return PlanningProblem(
         phases=phases,
@@ -68,7 +78,7 @@ def model_problem(
         resting=resting_memory(setting, home) if resting is None else resting,
         batch=setting.sequences.count,
         sequence=setting.sequences.length,
-        machine=streaming_execution(setting, home),
+        machine=streaming_execution(setting, home, typical),
         profile=profile_of(setting.hardware),
         budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
         resident=None
@@ -86,31 +96,44 @@ def profile_of(hardware: Hardware) -> Profile:
     return Profile(hardware.name, ", ".join(sources))
 
 
-def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
-    """Return the phases of all layers in order: for each layer attention, then experts or MLP."""
+def model_phases(setting: Setting, home: str, banks: Banks = _BY_SIZES) -> tuple[LayerPhase, ...]:
+    """Return the phases of all layers in order: for each layer attention, then experts or MLP.
+
+    `banks` has sizes of banks that are known better than from the setting, by the number of the layer.
+    """
     phases: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
-    banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
-    shards = {layer: device_shard_bytes(setting, layer, home) for layer in seconds}
-    in_place = {layer: read_in_place_bytes(setting, layer, home) for layer in seconds}
+    bank_fields = functools.cache(functools.partial(_bank_fields, setting, home))
     for index, layer in enumerate(setting.architecture.layers):
-        name, (nbytes, transfer) = f"layer {index}", banks[layer]
+        name = f"layer {index}"
         phases.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
-        phases.append(
-            LayerPhase(
-                f"{name} {'experts' if nbytes else 'mlp'}",
-                name,
-                seconds[layer].mlp,
-                nbytes,
-                transfer,
-                number=index,
-                shard_bytes=shards[layer],
-                read_in_place_bytes=in_place[layer],
-            )
-        )
+        computing = LayerPhase(f"{name} mlp", name, seconds[layer].mlp, number=index)
+        if layer.experts is not None:
+            sizes = banks.get(index, setting.bank(layer.experts))
+            computing = dataclasses.replace(computing, name=f"{name} experts", **bank_fields(layer, sizes))
+        phases.append(computing)
     head = head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
     phases.append(LayerPhase("head", "head", head))
     return tuple(phases)
+
+
+def _bank_fields(setting: Setting, home: str, layer: Layer, bank: BankSizes) -> dict[str, Any]:
+    """Return the fields of the phase of experts that describe their bank."""
+    return {
+        "bank_bytes": bank.slot_bytes,
+        "transfer_seconds": fill_seconds(setting.hardware, bank, home, setting.transport),
+        "shard_bytes": device_shard_bytes(setting, layer, bank, home),
+        "read_in_place_bytes": read_in_place_bytes(setting, layer, bank, home),
+        "encoded_bytes": bank.encoded_bytes,
+    }
+
+
+def typical_bank(setting: Setting, banks: Banks = _BY_SIZES) -> BankSizes:
+    """Return the sizes of the bank of the typical MoE layer."""
+    architecture = setting.architecture
+    layer = architecture.typical_moe_layer
+    assert layer.experts is not None
+    return banks.get(architecture.layers.index(layer), setting.bank(layer.experts))
 
 
 def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GAMMA) -> Saturation:
@@ -144,7 +167,11 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """Return the bytes that every schedule needs: dense weights, staging buffers, activations."""
-    shards = [_largest_shard_bytes(setting, layer) for layer in setting.architecture.layer_counts]
+    shards = [
+        largest_shard_bytes(setting.bank(layer.experts).home_bytes, layer.experts.count, setting.ranks)
+        for layer in setting.architecture.layer_counts
+        if layer.experts is not None
+    ]
     buffers = home_named(home).staging_buffers
     return resting_bytes(setting.dense_bytes, shards, buffers, activations_bytes(setting))
 
@@ -159,45 +186,48 @@ def resting_bytes(
     return DeviceMemory(dense_bytes, float(staging_buffers * max(shard_bytes, default=0)), activation_bytes)
 
 
-def device_shard_bytes(setting: Setting, layer: Layer, home: str) -> int:
-    """Return the bytes of the largest shard of a layer's bank if shards rest on the device; else 0."""
-    return _largest_shard_bytes(setting, layer) if home_named(home).keeps_shards_on_device else 0
+def device_shard_bytes(setting: Setting, layer: Layer, bank: BankSizes, home: str) -> int:
+    """Return the bytes of the largest shard of a layer's `bank` if shards rest on the device; else 0."""
+    if layer.experts is None or not home_named(home).keeps_shards_on_device:
+        return 0
+    return largest_shard_bytes(bank.home_bytes, layer.experts.count, _sharers(setting, home))
 
 
-def read_in_place_bytes(setting: Setting, layer: Layer, home: str) -> int:
+def _sharers(setting: Setting, home: str) -> int:
+    """Return the number of ranks over which a bank is spread."""
+    return setting.ranks if home_named(home).is_spread else 1
+
+
+def read_in_place_bytes(setting: Setting, layer: Layer, bank: BankSizes, home: str) -> int:
     """Return the bytes that a slot lacks of a layer's bank, because every rank reads its own experts in the shard.
 
     Expert segments that are not lowered expert by expert need complete banks in their slots.
     """
     if layer.experts is None or not home_named(home).keeps_shards_on_device:
         return 0
-    sizes = setting.bank(layer.experts)
-    if sizes.link_bytes != sizes.slot_bytes:
-        return 0  # encoded banks are decoded completely
+    if bank.is_encoded:
+        return 0  # the complete bank is decoded
     matrices = mlp_parameters(setting.architecture.hidden, layer.experts.width, layer.experts.gated)
     nbytes = layer.experts.count * matrices * element_bytes(setting.dtype)  # slots hold all biases
-    return smallest_shard_bytes(nbytes, layer.experts.count, setting.ranks)
+    return smallest_shard_bytes(nbytes, layer.experts.count, _sharers(setting, home))
 
 
-def _largest_shard_bytes(setting: Setting, layer: Layer) -> int:
-    if layer.experts is None:
-        return 0
-    return largest_shard_bytes(setting.bank(layer.experts).home_bytes, layer.experts.count, setting.ranks)
+def streaming_execution(setting: Setting, home: str, bank: BankSizes | None = None) -> ExecutionModel:
+    """Return how copies and computation act together, averaged over the model's layers.
 
-
-def streaming_execution(setting: Setting, home: str) -> ExecutionModel:
-    """Return how copies and computation act together, averaged over the model's layers."""
+    `bank` has the sizes of a copied bank, if known better than from the setting.
+    """
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
     passes = sum(count * (seconds.attention_passes + seconds.mlp_passes) for count, seconds in kinds)
-    nbytes = link_bytes(setting, setting.architecture.typical_moe_layer)
-    return execution_with_copies(setting.hardware, home, setting.transport, nbytes, passes / total)
+    copied = typical_bank(setting) if bank is None else bank
+    return execution_with_copies(setting.hardware, home, setting.transport, copied, passes / total)
 
 
 def execution_with_copies(
-    hardware: Hardware, home: str, transport: str, link_bytes: float, memory_share: float
+    hardware: Hardware, home: str, transport: str, bank: BankSizes, memory_share: float
 ) -> ExecutionModel:
-    """Return how copies of banks of `link_bytes` and computation act together.
+    """Return how computation and the copies of `bank`, with its decoding, act together.
 
     Copies slow GEMMs and memory traffic down by different factors. They are averaged, with `memory_share` as the
     fraction of computing time that is memory traffic. An emulated link is busy for longer than it copies, and slows
@@ -207,30 +237,17 @@ def execution_with_copies(
     slowdown = overlap.gemm.value * (1 - memory_share) + overlap.memory.value * memory_share
     on_host = hardware.device_kind == "cpu"
     true = without_emulation(hardware)
-    transfer = gather_seconds(hardware, link_bytes, home, transport)
-    copying = gather_seconds(true, link_bytes, home, transport)
+    transfer = fill_seconds(hardware, bank, home, transport)
+    copying = fill_seconds(true, bank, home, transport)
     if on_host and transport == PULL:
         # A CPU makes one copy after the other; devices have a copy engine for each link.
-        copying = sum(link_seconds(true, link_bytes, home))
+        copying = sum(link_seconds(true, bank.link_bytes, home)) + decode_seconds(true, bank)
     copied_fraction = min(1.0, copying / transfer) if transfer else 0.0
     return ExecutionModel(
         copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_fraction,
         host_runs_ahead=not on_host,
         fills_ahead=transport != COLLECTIVE,
     )
-
-
-def bank_transfer(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
-    """Return the bytes of a layer's bank in a slot, and the seconds of its transfer."""
-    if layer.experts is None:
-        return 0, 0.0
-    sizes = setting.bank(layer.experts)
-    return sizes.slot_bytes, gather_seconds(setting.hardware, sizes.link_bytes, home, setting.transport)
-
-
-def link_bytes(setting: Setting, layer: Layer) -> int:
-    """Return the bytes of a layer's bank on the link."""
-    return setting.bank(layer.experts).link_bytes if layer.experts is not None else 0
 
 
 def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:

@@ -27,6 +27,7 @@ class LayerPhase:
         shard_bytes: bytes of this rank's shard on the device, if the bank is streamed; a resident bank is complete
         read_in_place_bytes: bytes of the shard that are read in place, so that a slot lacks them (see
             `passes/segments/bank_parts.py`)
+        encoded_bytes: bytes of the buffer from which the bank is decoded into its slot; 0 without a decoder
     """
 
     name: str
@@ -38,6 +39,7 @@ class LayerPhase:
     number: int = -1
     shard_bytes: int = 0
     read_in_place_bytes: int = 0
+    encoded_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -89,7 +91,7 @@ def plan_steps(
             steps.append(TimedStep("segment", step.name, next(remaining)))
             continue
         if step.op == "decode":
-            continue  # part of the transfer, and not timed separately
+            continue  # a part of the transfer
         assert step.bank is not None
         assert step.slot is not None
         bank = plan.bank(step.bank)
@@ -112,6 +114,7 @@ class RingSchedule:
         resident: phases whose banks are resident on the device
         order: all other phases with a bank, in the order of need
         shard_bytes: bytes of the shards of streamed banks on the device
+        encoded_buffer_bytes: size of the buffer from which encoded banks are decoded into slots
     """
 
     slots: int
@@ -120,6 +123,7 @@ class RingSchedule:
     order: tuple[int, ...]
     resident_bytes: int
     shard_bytes: int
+    encoded_buffer_bytes: int
 
     @property
     def distance(self) -> int:
@@ -127,9 +131,14 @@ class RingSchedule:
         return max(0, self.slots - 1)
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of slots and of the encoded buffer."""
+        return self.slots * self.slot_bytes + self.encoded_buffer_bytes
+
+    @property
     def memory_bytes(self) -> int:
-        """Bytes of banks, shards and slots on the device."""
-        return self.resident_bytes + self.shard_bytes + self.slots * self.slot_bytes
+        """Bytes of banks, shards and the ring on the device."""
+        return self.resident_bytes + self.shard_bytes + self.ring_bytes
 
 
 def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection[int]) -> RingSchedule:
@@ -142,6 +151,7 @@ def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection
         order=order,
         resident_bytes=sum(phases[position].bank_bytes for position in resident),
         shard_bytes=sum(phases[position].shard_bytes for position in order),
+        encoded_buffer_bytes=max((phases[position].encoded_bytes for position in order), default=0),
     )
 
 

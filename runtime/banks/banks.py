@@ -33,6 +33,7 @@ logger = logging.getLogger("moepass")
 
 # Numbers sampled of each tensor that eager code reads. A write to the whole tensor always changes the sample.
 _SAMPLED_NUMBERS = 64
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,11 +82,19 @@ def resting_tensors(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.T
     return tensors if stored is None else stored.tensors
 
 
-def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool) -> Bank:
-    """Pack `tensors`, each [experts, ...], into one buffer in host memory, pinned if `pin`."""
+def pack_bank(
+    index: int,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    home: str,
+    pin: bool = False,
+    device: torch.device = _CPU,
+) -> Bank:
+    """Pack `tensors`, each [experts, ...], into one buffer in memory of `device`, pinned if `pin`."""
     spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
-    home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
+    home_device = bank_device if bank_device.type == "meta" else device
     with torch.inference_mode(False):  # the shard needs a version counter, which shows writes in place
         shard = torch.empty(spec.format.home_bytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
         write_parts(spec, 0, list(resting_tensors(tensors).values()), shard)
@@ -182,8 +191,7 @@ class BankStore:
     @property
     def encoded_buffer_bytes(self) -> int:
         """Bytes of the ring's buffer for the largest encoded bank; 0 if no bank is encoded."""
-        formats = (bank.spec.format for bank in self.banks)
-        return max((format.link_bytes for format in formats if format.is_encoded), default=0)
+        return max((bank.spec.format.encoded_bytes for bank in self.banks), default=0)
 
     @property
     def ring_bytes(self) -> int:
@@ -230,7 +238,7 @@ class BankStore:
             return read(bank, sources, start, stop, self.device)
         slot = torch.empty(format.slot_bytes, dtype=torch.uint8, device=self.device)
         decode_bank(bank, read(bank, sources, 0, format.link_bytes, self.device), slot)
-        return slot[start:stop]
+        return slot if (start, stop) == (0, len(slot)) else slot[start:stop].clone()
 
     def read_tensor(self, bank: BankSpec, inputs: Sequence[torch.Tensor], index: int) -> torch.Tensor:
         """Return a copy of tensor `index` of the complete `bank`, in new device memory. Raises the errors of `read`."""

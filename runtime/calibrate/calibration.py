@@ -256,6 +256,7 @@ def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions,
         local=host if first.local_is_host else _link(tables["local"]),
         compute=compute,
         memory=memory,
+        decode=tables["decode"],
         collectives=Collectives(ranks, collectives) if collectives else None,
         conditions=conditions,
     )

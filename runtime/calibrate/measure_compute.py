@@ -8,7 +8,9 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
 from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment, Timing, time_calls
+from moepass.runtime.kernels.decoders import decode_matrices
 from moepass.runtime.lowering.lower_experts import grouped_gemm_loop
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -19,10 +21,11 @@ _CPU_HEADS = 4
 _MOST_COLD_ROWS = 128
 _MOST_COLD = 128
 _DIFFERENT_VALUES = 1 << 16
+_DECODED_COLUMNS = 2048
 
 
 def compute_experiments(sizes: CalibrationSizes, device: torch.device) -> list[Experiment]:
-    """Return `WORK.DTYPE` for each dtype and each work of `passes.machine.hardware.COMPUTE_AXES`, and `memory`."""
+    """Return `WORK.DTYPE` for each dtype and work of `passes.machine.hardware.COMPUTE_AXES`, `memory` and `decode`."""
     experiments: list[Experiment] = []
     for name in sizes.dtypes:
         dtype = TORCH_DTYPES[name]
@@ -36,7 +39,8 @@ def compute_experiments(sizes: CalibrationSizes, device: torch.device) -> list[E
         }
         experiments += [Experiment(f"{work}.{name}", axes, time, True) for work, (axes, time) in works.items()]
     memory = Experiment("memory", {"bytes": sizes.memory_bytes}, partial(_memory, sizes, device), True)
-    return [*experiments, memory]
+    decode = Experiment("decode", {"bytes": sizes.transfer_bytes}, partial(_decode, sizes, device), True)
+    return [*experiments, memory, decode]
 
 
 def _gemm(
@@ -107,6 +111,17 @@ def _memory(sizes: CalibrationSizes, device: torch.device, bytes: int) -> Timing
     """Time a sum of two tensors into a third, which reads and writes `bytes` in all."""
     left, right, result = (torch.ones(max(1, bytes // 12), device=device) for _ in range(3))
     return time_calls(lambda: torch.add(left, right, out=result), device, sizes.effort)
+
+
+def _decode(sizes: CalibrationSizes, device: torch.device, bytes: int) -> Timing:
+    """Time the decoding of NVFP4 experts into `bytes` of bf16. Other formats decode at most as slowly."""
+    rows = max(1, bytes // (2 * _DECODED_COLUMNS))
+    target = torch.empty(1, rows, _DECODED_COLUMNS, device=device, dtype=torch.bfloat16)
+    codes = torch.randint(0, 256, (1, rows, _DECODED_COLUMNS // 2), device=device, dtype=torch.uint8)
+    scales = torch.rand(1, rows, _DECODED_COLUMNS // 16, device=device)
+    stored = {Role.VALUES: codes, Role.SCALES: scales.to(torch.float8_e4m3fn), Role.GLOBAL_SCALE: scales[:, 0, 0]}
+    formula = MatrixFormula(Packing(4, 2), Number.E2M1, (1, 16))
+    return time_calls(lambda: decode_matrices(formula, stored, target), device, sizes.effort)
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -12,11 +12,11 @@ import torch
 
 from moepass.models.checkpoint.weight_files import one_line
 from moepass.models.layouts.layout import MatrixFormula, Number, Role
+from moepass.runtime.kernels.stored_lines import DECODED_DTYPES, stored_lines
 
 logger = logging.getLogger("moepass")
 
 _NUMBERS = (Number.E4M3, Number.E2M1, Number.INT)
-_ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 _POINTERS = ("values", "scales", "zero_points", "line_blocks", "element_blocks", "order", "target")
 _COUNTS = (
     *("matrices", "lines", "length", "count_of_line_blocks", "count_of_element_blocks", "line_block", "element_block"),
@@ -37,11 +37,13 @@ class _Lines(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     """Return the compiled source, which Inductor's cache keeps for later processes; None if it cannot be compiled."""
     from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.cpp_builder import is_gcc
 
     source = resources.files(__package__).joinpath("decode_lines.cpp").read_text(encoding="utf-8")
     try:
-        # Inductor vectorises loops itself, and tells the compiler not to.
-        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=("-ftree-loop-vectorize", "-fno-trapping-math"))
+        # Inductor vectorises loops itself, and tells GCC not to.
+        flags = ("-ftree-loop-vectorize", "-fno-trapping-math") if is_gcc() else ()
+        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
     except Exception as error:  # there is no compiler, or it fails
         logger.warning(
             "quantised experts are decoded by operations of torch, several times slower than by C++: the C++ compiler "
@@ -54,9 +56,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def can_decode(target: torch.Tensor) -> bool:
-    """Return whether `decode_on_cpu` can write to `target`, and the C++ source can be compiled."""
+    """Return whether `decode_on_cpu` can write to `target`, and the compiler can compile that."""
     is_contiguous = 1 in target.stride()[-2:]
-    return target.device.type == "cpu" and target.dtype in _ELEMENTS and is_contiguous and _library() is not None
+    if target.device.type != "cpu" or target.dtype not in DECODED_DTYPES or not is_contiguous:
+        return False
+    library = _library()
+    return library is not None and (target.dtype != torch.float16 or bool(library.has_half()))
 
 
 def decode_on_cpu(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
@@ -66,26 +71,14 @@ def decode_on_cpu(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], t
     """
     library = _library()
     assert library is not None, "can_decode is true"
-    packing, values = formula.packing, stored[Role.VALUES]
-    rows, columns = packing.shape(tuple(values.shape))[-2:]
-    blocks = formula.block[0] or rows, formula.block[1] or columns
-    indices: tuple[torch.Tensor | None, ...] = None, stored.get(Role.BLOCK_INDICES)
-    scales, zero_points = formula.block_scales(stored), formula.stored_zero_points(stored)
-    target = target.transpose(-1, -2) if formula.is_transposed else target
-    if packing.transposed:  # lines are columns
-        rows, columns, blocks, indices = columns, rows, blocks[::-1], indices[::-1]
-        scales, target = scales.transpose(-1, -2), target.transpose(-1, -2)
-        zero_points = None if zero_points is None else zero_points.transpose(-1, -2)
+    lines = stored_lines(formula, stored, target)
+    packing = lines.packing
     order = torch.tensor(packing.order, device="cpu") if packing.order else None
-    tensors = (
-        *(values, scales.contiguous(), None if zero_points is None else zero_points.contiguous()),
-        *(None if index is None else index.long().contiguous() for index in indices),
-        *(order, target),
+    tensors = (lines.values, lines.scales, lines.zero_points, lines.line_blocks, lines.element_blocks, order)
+    arguments = _Lines(
+        *(None if tensor is None else tensor.data_ptr() for tensor in (*tensors, lines.target)),
+        *(*lines.target.shape, *lines.scales.shape[-2:], lines.line_block, lines.element_block),
+        *(packing.bits, lines.is_packed_across, lines.zero_point, *lines.target.stride()),
     )
-    lines = _Lines(
-        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        *(len(values), rows, columns, *scales.shape[-2:], *blocks),
-        *(packing.bits, packing.dim == -2, formula.zero_point, *target.stride()),
-    )
-    number, element = _NUMBERS.index(formula.number), _ELEMENTS.index(target.dtype)
-    library.decode_lines(ctypes.byref(lines), ctypes.c_int64(number), ctypes.c_int64(element))
+    number, element = _NUMBERS.index(lines.number), DECODED_DTYPES.index(target.dtype)
+    library.decode_lines(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(element))

@@ -68,10 +68,13 @@ struct BFloat16 {
   }
 };
 
+// GCC has this type from version 12 on, clang from 15 on.
+#ifdef __FLT16_MANT_DIG__
 struct Half {
   using Stored = _Float16;
   static Stored of(float number) { return static_cast<_Float16>(number); }
 };
+#endif
 
 struct Single {
   using Stored = float;
@@ -206,11 +209,21 @@ void decode(const Lines& lines) {
 template <typename Number>
 void decode_as(const Lines& lines, int64_t element) {
   if (element == 0) decode<Number, BFloat16>(lines);
+#ifdef __FLT16_MANT_DIG__
   if (element == 1) decode<Number, Half>(lines);
+#endif
   if (element == 2) decode<Number, Single>(lines);
 }
 
 }  // namespace
+
+extern "C" int64_t has_half() {
+#ifdef __FLT16_MANT_DIG__
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 extern "C" void decode_lines(const Lines* lines, int64_t number, int64_t element) {
   if (number == 0) decode_as<E4M3>(*lines, element);

@@ -6,18 +6,23 @@ not wait for the device.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Callable, Mapping
 
 import torch
 
 from moepass.models.errors import InputError
-from moepass.models.layouts.layout import Role
-from moepass.passes.ir.plan import BankSpec, DecodedPart
+from moepass.models.layouts.layout import MatrixFormula, Role
+from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.kernels.cpu_decoder import can_decode, decode_on_cpu
+from moepass.runtime.kernels.stored_lines import DECODED_DTYPES
 
-# [Empirical] Operations of torch decode this many bytes of fp32 at once, so that temporary memory stays small.
-_DECODED_AT_ONCE_BYTES = 64 << 20
+logger = logging.getLogger("moepass")
+
+# Experts are decoded together up to this many bytes of temporary fp32 numbers: scales for the compiled decoders, and
+# decoded elements for operations of torch.
+_TEMPORARY_BYTES = 64 << 20
 
 
 def decode_bank(bank: BankSpec, encoded: torch.Tensor, slot: torch.Tensor) -> None:
@@ -32,18 +37,43 @@ def decode_bank(bank: BankSpec, encoded: torch.Tensor, slot: torch.Tensor) -> No
     with torch.no_grad():
         for part in bank.parts:
             tensor = part.tensor.view(slot).narrow(part.dim, part.start, part.stop - part.start)
-            _decode(part, {role: bank.stored[index].view(encoded) for role, index in part.stored}, tensor)
+            stored = {role: bank.stored[index].view(encoded) for role, index in part.stored}
+            if part.formula is None:
+                tensor.copy_(stored[Role.VALUES])
+            else:
+                decode_matrices(part.formula, stored, tensor)
 
 
-def _decode(part: DecodedPart, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
-    """Write one part of a tensor, `target` [experts, ...], from its stored tensors [experts, ...]."""
-    if part.formula is None:
-        target.copy_(stored[Role.VALUES])
-        return
-    if can_decode(target):
-        decode_on_cpu(part.formula, stored, target)
-        return
-    count = max(1, _DECODED_AT_ONCE_BYTES // (4 * math.prod(target.shape[1:]) or 1))
+def decode_matrices(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
+    """Decode the matrices of contiguous `stored` tensors, each [experts, ...], into `target` [experts, ...]."""
+    compiled = _compiled_decoder(target)
+    temporary = stored[Role.SCALES] if compiled else target
+    count = max(1, _TEMPORARY_BYTES * len(target) // (4 * temporary.numel() or 1))
     for start in range(0, len(target), count):
         experts = {role: values[start : start + count] for role, values in stored.items()}
-        target[start : start + count] = part.formula.decode(experts, target.dtype)
+        decoded = target[start : start + count]
+        if compiled:
+            compiled(formula, experts, decoded)
+        else:
+            decoded.copy_(formula.decode(experts, target.dtype))
+
+
+def _compiled_decoder(target: torch.Tensor) -> Callable[..., None] | None:
+    """Return the compiled decoder for `target`; None if torch decodes."""
+    if can_decode(target):
+        return decode_on_cpu
+    if target.device.type != "cuda" or target.dtype not in DECODED_DTYPES:
+        return None
+    return _triton_decoder()
+
+
+@functools.cache
+def _triton_decoder() -> Callable[..., None] | None:
+    try:
+        from moepass.runtime.kernels.triton_decoder import decode_by_triton
+    except ImportError:
+        logger.warning(
+            "quantised experts are decoded by operations of torch, many times slower than by Triton: there is none"
+        )
+        return None
+    return decode_by_triton

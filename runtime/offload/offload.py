@@ -35,6 +35,10 @@ from moepass.runtime.transfer.link import parse_link
 _PLAN = "plan of its layers"
 
 
+class NoExpertsError(InputError):
+    """The model has no experts that could be offloaded."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OffloadReport:
     """The result of `offload_experts`: the home, the layers that were moved, and those that stayed.
@@ -130,7 +134,7 @@ def place_experts(model: nn.Module, planning: PlanningOptions, options: HomeOpti
             else "no module has two parameters [experts, ., .] with a width in common, as an up and a down projection "
             "have, or a module has parameters with different numbers of experts"
         )
-        raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
+        raise NoExpertsError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     experts = {path: expert_parameters(modules[0]) for path, modules in banks.items()}
     return place(model, experts, planning, options, device)
 
@@ -163,9 +167,9 @@ def offload_experts(
 
     Args:
         model: any module with expert weights [experts, ., .], already converted, merged and placed.
-        home: where the experts rest: `"host"`, `"peer"`, `"hybrid"` or `"disk"`, or, with other options than the
-            defaults, a `moepass.Host`, `Peer`, `Hybrid` or `Disk`. With `peer` and `hybrid` all ranks call this, each
-            with the complete model.
+        home: where the experts rest: `"host"`, `"device"`, `"peer"`, `"hybrid"` or `"disk"`, or, with other options
+            than the defaults, a `moepass.Host`, `Device`, `Peer`, `Hybrid` or `Disk`. With `peer` and `hybrid` all
+            ranks call this, each with the complete model.
         device: where the model computes, by default the device of its other parameters.
         slots: buffers on `device`, each for the experts of one layer. 2 overlap copies with computation, 1 takes less
             memory, and more than a few hide no more time. By default 2, or the planner's choice for a memory budget.

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,13 @@ from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.expert_placement import largest_shard_bytes, smallest_shard_bytes
 from moepass.models.formulas.memory import bank_bytes
+from moepass.models.formulas.stored_weights import BankSizes
 from moepass.models.homes import COLLECTIVE, home_named
-from moepass.models.layouts.layout import Role
 from moepass.models.limits import MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
-from moepass.models.sizes.weight_formats import EXPERTS, WeightFormat
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
-from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.planner_decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Sequences
@@ -144,6 +143,14 @@ def place(
         )
     inputs = _PlanningInputs(model, experts, planning, options, device)
     stay = residents.among(inputs.bank_bytes) if residents.is_given else None
+    if options.home == "device":
+        if budget is not None:
+            text = (
+                f"memory_budget is {planning.memory_budget!r}, but with home='device' all experts are on the device; "
+                "leave the budget out, or choose another home"
+            )
+            raise OptionError(text, name="memory_budget", value=planning.memory_budget)
+        stay = tuple(path for path, bank in inputs.sizes.items() if path in (stay or ()) or not bank.is_encoded)
     made = inputs.plan(stay, slots)
     resident = tuple(path for path, number in inputs.numbers.items() if number in made.decisions.resident_layers)
     streamed = tuple((path, number) for path, number in inputs.numbers.items() if path not in resident)
@@ -193,12 +200,13 @@ class _PlanningInputs:
         self.bank_bytes = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
         specs = {path: describe_bank(0, path, values, home=options.home) for path, values in experts.items()}
-        at_rest_bytes = {
-            path: spec.format.home_bytes if spec.format.is_encoded else self.bank_bytes[path]
+        self.sizes: dict[str, BankSizes] = {
+            path: spec.format if spec.format.is_encoded else BankFormat.plain(self.bank_bytes[path])
             for path, spec in specs.items()
         }
         self.shard_bytes = {
-            path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in at_rest_bytes.items()
+            path: largest_shard_bytes(sizes.home_bytes, counts[path], options.ranks)
+            for path, sizes in self.sizes.items()
         }
         # Bytes of the smallest shard of matrices, which grouped GEMMs may read in place; slots always contain biases.
         matrix_bytes = {
@@ -207,7 +215,7 @@ class _PlanningInputs:
         self.read_in_place_bytes = {
             path: smallest_shard_bytes(nbytes, counts[path], options.ranks)
             for path, nbytes in matrix_bytes.items()
-            if not specs[path].format.is_encoded
+            if not self.sizes[path].is_encoded
         }
         # The number of each bank's layer.
         self.numbers = layer_numbers(self.bank_bytes)
@@ -217,7 +225,6 @@ class _PlanningInputs:
         others = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
         self.dense_bytes = sum(nbytes for key, nbytes in others.items() if key not in in_banks)
         self.dtype = _dtype_of(experts)
-        self.stored = _stored_format(specs.values(), self.dtype)
         # Both are None, with the reason in `unknown`, if there is no profile or no formula for the model.
         self.hardware, self.unknown = _machine(planning, options, device, self.dtype)
         self.architecture: Architecture | None = None
@@ -261,12 +268,12 @@ class _PlanningInputs:
             self.planning.sequences,
             self.dtype,
             math.inf if budget is None else budget,
-            stored=self.stored,
             transport=self.options.transport,
         )
         return model_problem(
             setting,
             self.options.home,
+            banks={self.numbers[path]: sizes for path, sizes in self.sizes.items() if sizes.is_encoded},
             slots=slots,
             resident_layers=None if stay is None else tuple(self.numbers[path] for path in stay),
             resting=dataclasses.replace(self.weights(), activation_bytes=activations_bytes(setting)),
@@ -281,7 +288,7 @@ class _PlanningInputs:
             weights = dataclasses.replace(weights, activation_bytes=activations)
         has_shards = home_named(self.options.home).keeps_shards_on_device
         shards, in_place = (self.shard_bytes, self.read_in_place_bytes) if has_shards else ({}, {})
-        phases = bank_phases(self.bank_bytes.items(), self.numbers, shards, in_place)
+        phases = bank_phases(self.sizes.items(), self.numbers, shards, in_place)
         resident = None if stay is None else tuple(index for index, phase in enumerate(phases) if phase.name in stay)
         budget = self.planning.budget_bytes
         return PlanningProblem(
@@ -297,18 +304,6 @@ class _PlanningInputs:
             unknown=self.unknown,
             memory_source=memory_source(self.architecture is not None),
         )
-
-
-def _stored_format(banks: Iterable[BankSpec], dtype: str) -> WeightFormat | None:
-    """Return the format of the first quantised matrix of `banks`, for kernels in `dtype`; None if none is quantised."""
-    for bank in banks:
-        for part in bank.parts:
-            if (formula := part.formula) is not None:
-                scale_bytes = bank.stored[dict(part.stored)[Role.SCALES]].torch_dtype.itemsize
-                zero_point_bytes = -(-formula.zero_points.bits // 8) if formula.zero_points is not None else 0
-                sizes = formula.packing.bits, *formula.block, scale_bytes + zero_point_bytes
-                return WeightFormat(bank.format.decoder, *sizes, (EXPERTS,), dtype)
-    return None
 
 
 def _machine(

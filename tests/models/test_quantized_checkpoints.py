@@ -85,3 +85,30 @@ def test_a_damaged_checkpoint_is_one_clear_error(how: str, tmp_path: Path) -> No
             load(folder)
         assert str(folder) in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def _drop_group_indices(weights: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in weights if key.endswith("g_idx")]:
+        del weights[key]
+
+
+def _integer_biases(weights: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in weights if key.endswith("_proj_bias")]:
+        weights[key] = weights[key].view(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("form", "damage", "message"),
+    [
+        ("gptq, ordered by activations", _drop_group_indices, r"lacks \S+\.g_idx \(gptq int4\)"),
+        ("mxfp4", _integer_biases, r"_bias is torch\.int16; expected floating-point numbers"),
+    ],
+)
+def test_what_only_some_forms_need(
+    form: str, damage: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    model = tiny_model(FORMS[form].family, dtype=torch.bfloat16, num_hidden_layers=1)
+    quantised, _ = save_quantized(model, FORMS[form], tmp_path)
+    folder = broken_copy(quantised, tmp_path / "damaged", edit_weights(damage))
+    with pytest.raises(moepass.CheckpointError, match=message):
+        load_model(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from moepass.models.formulas.stored_weights import dense_bytes
 from moepass.models.sizes.presets import preset, preset_config
 from moepass.passes.machine.hardware import Figure, Hardware
 from moepass.runtime.profiles.hardware_profiles import load_hardware
+
+QWEN3_FP8 = "qwen3-235b-a22b in FP8"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "explain.md"
 
 
 def words(text: str) -> str:
@@ -40,32 +44,47 @@ def test_an_fp8_checkpoint_is_shown_as_stored_and_as_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["8xh100-80g", "h100-80g"])
-@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b"])
-def test_the_threshold_is_that_of_the_bytes_that_travel(model: str, hardware: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-120b", QWEN3_FP8])
+def test_the_threshold_is_that_of_the_bytes_that_travel(name: str, hardware: str) -> None:
+    model: Any = name
+    if name == QWEN3_FP8:
+        model = preset_config("qwen3-235b-a22b")
+        model.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     report = moepass.explain(model, hardware=hardware)
     stored, saturation, machine = report.stored, report.saturation, report.hardware
     assert stored is not None
     assert saturation is not None
     assert machine.host_bytes_per_s is not None
     assert saturation.gather_bytes == stored.bank_link_bytes
-    # By hand: seconds of the stored bytes over the link, and tokens whose FLOPs take 1.2 times as long.
+    # By hand: seconds of the stored bytes over the link, then of their decoding in memory, and tokens whose FLOPs take
+    # 1.2 times as long.
     rate, part = machine.host_bytes_per_s, 1.0
     if report.strategy.home == "peer":
         assert machine.peer_bytes_per_s is not None
         rate, part = machine.peer_bytes_per_s, 7 / 8
-    link_efficiency = saturation.gather_bytes * part / rate / saturation.gather_seconds
-    assert 0.75 < link_efficiency < 0.85
+    link_seconds = saturation.gather_seconds - saturation.decode_seconds
+    assert 0.75 < saturation.gather_bytes * part / rate / link_seconds < 0.85
+    sizes = report.model
+    slot_bytes = sizes.experts * 3 * sizes.hidden * sizes.moe_intermediate * 2
+    slot_bytes += sizes.experts * (sizes.hidden + 2 * sizes.moe_intermediate) * 2 * (name == "gpt-oss-120b")  # biases
+    decode_seconds = (saturation.gather_bytes + slot_bytes) / (0.82 * machine.hbm_bytes_per_s)
+    assert saturation.decode_seconds == pytest.approx(decode_seconds)
     flops_per_token = saturation.flops_per_token + saturation.values["score_flops_per_token"]
     at_peak = 1.2 * saturation.gather_seconds * machine.flops / flops_per_token
     assert saturation.tokens_per_rank_at_peak == pytest.approx(at_peak, rel=0.01)
     # Experts take half or a quarter of the bytes of bf16. FLOPs of attention grow with the tokens, so tokens differ
     # by a little more or less than that.
-    ratio = stored.decoded_tokens_per_rank / saturation.tokens_per_rank
+    ratio = stored.decoded_tokens_per_rank / saturation.tokens_per_rank * saturation.gather_seconds / link_seconds
     assert ratio == pytest.approx({"fp8": 2.0, "mxfp4": 1 / 0.266}[stored.format], rel=0.15)
     text = (
         f"{saturation.tokens_per_rank} tokens per rank, {stored.decoded_tokens_per_rank} if experts travelled in bf16"
     )
     assert text in words(report.text())
+    # The table in docs/explain.md.
+    (row,) = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} |")]
+    cells = [cell.strip().replace(",", "") for cell in row.strip("| ").split("|")]
+    column = 3 if hardware.startswith("8x") else 1
+    assert cells[column : column + 2] == [str(saturation.tokens_per_rank), str(stored.decoded_tokens_per_rank)]
 
 
 @pytest.mark.slow

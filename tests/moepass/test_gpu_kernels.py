@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import moepass
+from moepass.models.layouts.layout import MatrixFormula, Role
 from moepass.passes.ir.segment import TRITON
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import candidate_sizes, tile_sizes
+from moepass.runtime.kernels.triton_decoder import decode_by_triton
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
+from tests.helpers.kernels.stored_matrices import DTYPES, assert_bits_of_torch, stored_matrices
 from tests.helpers.models.expert_segments import (
     ACTIVATIONS,
     FORMS,
@@ -37,6 +42,16 @@ SHARES = torch.tensor([8.0, 0.0, 1.0, 1.0, 0.2])
 MANY = ExpertSizes(tokens=4096, pairs=8192, experts=128, hidden=2048, width=768, dtype=torch.bfloat16)
 # Largest error as a part of the largest value.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@settings(max_examples=100, deadline=None)
+@given(stored_matrices(), DTYPES, st.booleans())
+def test_quantised_matrices_have_the_bits_of_torch(
+    case: tuple[MatrixFormula, dict[Role, torch.Tensor]], dtype: torch.dtype, is_part: bool
+) -> None:
+    formula, stored = case
+    on_device = formula, {role: values.to(DEVICE) for role, values in stored.items()}
+    assert_bits_of_torch(decode_by_triton, on_device, dtype, is_part)
 
 
 def _lowered(activation: str, form: str, inputs: ExpertInputs) -> TritonExperts:

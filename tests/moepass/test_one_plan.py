@@ -21,6 +21,7 @@ from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.model_problem import least_memory_bytes
 from moepass.passes.planner.strategies import Setting
 from moepass.runtime.profiles.hardware_profiles import load_hardware
+from tests.helpers.processes.halved_format import halve, resting_halved
 
 BATCH, SEQUENCE = 2, 32
 CONFIG = Qwen3MoeConfig(
@@ -104,6 +105,24 @@ def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
     stated = msgspec.json.decode(msgspec.json.encode(ran))
     assert {name: stated[name] for name in same} == {name: printed["plan"][name] for name in same}
     assert ran.exposed_seconds > 0, "a machine on which nothing waits would tell nothing"
+
+
+def test_experts_that_are_decoded_into_slots_are_planned_alike_for_the_model_and_its_graph() -> None:
+    machine, models = made_up_machine(), [tiny_model(), tiny_model()]
+    halve(models[0])
+    with resting_halved():
+        encoded = moepass.offload_experts(models[0], slots=2, hardware=machine, tokens=(BATCH, SEQUENCE))
+        ran = compiled(models[0]).plan.decisions
+    plain = moepass.offload_experts(models[1], slots=2, hardware=machine, tokens=(BATCH, SEQUENCE))
+    placed, of_plain = (report.store.placed.decisions for report in (encoded, plain))  # type: ignore[union-attr]
+    assert ran is not None
+    assert placed.memory is not None
+    assert ran.memory is not None
+    assert of_plain.memory is not None
+    assert (ran.step_seconds, ran.threshold_tokens) == (placed.step_seconds, placed.threshold_tokens)
+    assert ran.memory.slot_bytes == placed.memory.slot_bytes == of_plain.memory.slot_bytes * 5 / 4
+    # On this machine the link takes nearly all of the time, and attention makes longer steps slower per token.
+    assert placed.threshold_tokens == pytest.approx(of_plain.threshold_tokens / 2, rel=0.1)
 
 
 class Wrapped(torch.nn.Module):

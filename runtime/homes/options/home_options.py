@@ -61,6 +61,24 @@ class Host(HomeOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Device(HomeOptions):
+    """Complete banks on the compute device, quantised as the checkpoint stores them, and decoded into the slots.
+
+    Layers whose experts are not quantised are resident.
+
+    Args:
+        link: `"real"`: nothing travels over a link, so there is no other value.
+    """
+
+    home = "device"
+
+    def __post_init__(self) -> None:
+        if self.link != "real":
+            text = f"link is {self.link!r}, but with home='device' no experts travel over a link"
+            raise OptionError(text, name="link", value=self.link, expected="real")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SpreadOptions(HomeOptions):
     """Options of homes that spread every bank over the ranks of a process group."""
 

@@ -16,7 +16,7 @@ from moepass.runtime.homes.device_home import SymmetricMemory, check_transport_t
 from moepass.runtime.homes.disk.disk_home import DiskPacker
 from moepass.runtime.homes.hybrid.hybrid_home import DeviceHybridPacker, HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
-from moepass.runtime.homes.options.home_options import Disk, HomeOptions, Host, Hybrid, Peer
+from moepass.runtime.homes.options.home_options import Device, Disk, HomeOptions, Host, Hybrid, Peer
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.torch_private import default_group
 from moepass.runtime.transfer.home_protocol import Home
@@ -42,17 +42,17 @@ class Packer(Protocol):
         return
 
 
-class HostPacker(Packer):
-    """A packer of complete banks in host memory, pinned if `pin`, so that a CUDA device can read them."""
+class WholeBankPacker(Packer):
+    """A packer of complete banks at `home_name`, in memory of `device`; of host memory pinned if `pin`."""
 
     home = Home()
 
-    def __init__(self, pin: bool) -> None:
-        self.pin = pin
+    def __init__(self, home_name: str, device: torch.device, pin: bool = False) -> None:
+        self.home_name, self.device, self.pin = home_name, device, pin
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
         """Return the complete bank."""
-        return pack_bank(index, name, tensors, home="host", pin=self.pin)
+        return pack_bank(index, name, tensors, home=self.home_name, device=self.device, pin=self.pin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,12 @@ class RunningHome:
 
 
 def _host(options: Host, device: torch.device) -> Packer:
-    return HostPacker(pin=device.type == "cuda")
+    # A CUDA device reads pinned memory.
+    return WholeBankPacker("host", torch.device("cpu"), pin=device.type == "cuda")
+
+
+def _device(options: Device, device: torch.device) -> Packer:
+    return WholeBankPacker("device", device)
 
 
 def _peer(options: Peer, device: torch.device) -> Packer:
@@ -92,9 +97,13 @@ def _disk(options: Disk, device: torch.device) -> Packer:
 RUNNING_HOMES = {
     running.options.home: running
     for running in (
-        RunningHome(Host, _host), RunningHome(Peer, _peer), RunningHome(Hybrid, _hybrid), RunningHome(Disk, _disk),
+        RunningHome(Host, _host),
+        RunningHome(Device, _device),
+        RunningHome(Peer, _peer),
+        RunningHome(Hybrid, _hybrid),
+        RunningHome(Disk, _disk),
     )
-}  # fmt: skip
+}
 
 
 def options_of(home: str | HomeOptions) -> HomeOptions:

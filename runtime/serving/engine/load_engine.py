@@ -24,14 +24,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moepass.models.checkpoint.load_model import load_model
+from moepass.models.checkpoint.load_model import is_quantized, load_model
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.sizes.architecture import short_dtype
 from moepass.models.sizes.families import from_config
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
 from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.homes.options.home_options import HomeOptions
+from moepass.runtime.homes.options.home_options import Device, HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
+from moepass.runtime.offload.offload import NoExpertsError
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_flops import FlopsTable
@@ -74,7 +75,8 @@ class EngineOptions:
     """The options of an engine.
 
     Attributes:
-        home: home of the experts; None loads them on the device, as transformers does.
+        home: home of the experts; None loads them on the device, as transformers does, and so does `Device` if the
+            checkpoint has no quantised experts.
         dtype: by default the checkpoint's dtype.
         slots: slots of the ring, by default as planned.
         memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
@@ -102,22 +104,27 @@ def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | 
     `compile_module` compiles the backbone; with None the model runs uncompiled. `key` is the key of the block hashes.
     Raises CheckpointError if the outputs of the model are not finite, and everything that `load_pretrained` raises.
     """
-    if options.home is None:
-        model = load_model(folder, options.dtype)
-        model.to(options.device)
-    else:
-        model = load_pretrained(
-            folder,
-            home=options.home,
-            device=options.device,
-            slots=options.slots,
-            memory_budget=options.memory_budget,
-            hardware=options.hardware,
-            tokens=options.step_tokens,
-            dtype=options.dtype,
-            progress=lambda done, total: None,
-        )
-    return make_engine(model, options, compile_module, key)
+    return make_engine(_load(folder, options), options, compile_module, key)
+
+
+def _load(folder: Path, options: EngineOptions) -> PreTrainedModel:
+    home = options.home
+    if home is not None and (not isinstance(home, Device) or is_quantized(folder)):
+        with contextlib.suppress(NoExpertsError) if isinstance(home, Device) else contextlib.nullcontext():
+            return load_pretrained(
+                folder,
+                home=home,
+                device=options.device,
+                slots=options.slots,
+                memory_budget=options.memory_budget,
+                hardware=options.hardware,
+                tokens=options.step_tokens,
+                dtype=options.dtype,
+                progress=lambda done, total: None,
+            )
+    model = load_model(folder, options.dtype)
+    model.to(options.device)
+    return model
 
 
 def make_engine(

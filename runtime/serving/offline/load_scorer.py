@@ -79,7 +79,7 @@ def load_scorer(
         raise OptionError(text, name="home", value=spec.name)
     caches_prefix = shared_tokens(*writer.encode([writer.render("1"), writer.render("a")])) >= _CACHED_PREFIX_TOKENS
     options = EngineOptions(
-        None if home == "device" else dataclasses.replace(options_of(home), link=link),
+        dataclasses.replace(options_of(home), link=link),
         computing_device,
         dtype,
         slots=slots,

@@ -7,7 +7,8 @@ import dataclasses
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.fx import GraphModule, Node
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.segments.expert_kernels import GemmKernel, read_kernels
 from moepass.passes.segments.expert_program import read_program
-from moepass.runtime.kernels.grouped_gemm.kernel_source import kernel_parameters, varying_parameters
+from moepass.runtime.kernels.grouped_gemm.kernel_source import varying_parameters
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm, Launch
 from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
@@ -119,26 +120,43 @@ def compile_for(gemm: GeneratedGemm, launch: Launch, sizes: TileSizes, capabilit
 
     Tensors in `launch` may be fake or on the meta device. Triton must not be in the interpreter's mode.
     """
+    varying = varying_parameters(gemm.kernel)
+    return compile_kernel(gemm.function, launch.arguments, launch.constants, capability, varying, sizes.options())
+
+
+def compile_kernel(
+    function: Any,
+    arguments: Sequence[Any],
+    constants: Mapping[str, Any],
+    capability: int,
+    varying: Sequence[str] = (),
+    options: Mapping[str, Any] = types.MappingProxyType({}),
+) -> GpuCode:
+    """Return the code of a Triton function for `arguments`, followed by the `constants`, as a launch specialises it.
+
+    Integers in `varying` are not specialised.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    varying = set(varying_parameters(gemm.kernel))
     signature: dict[str, str] = {}
-    constants = dict(launch.constants)
+    values = dict(constants)
     attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (name, value) in enumerate(zip(kernel_parameters(gemm.kernel), launch.arguments, strict=True)):
-        is_tensor = isinstance(value, torch.Tensor)
-        if not is_tensor and value == 1 and name not in varying:
+    for index, (name, value) in enumerate(zip(function.arg_names, arguments, strict=False)):
+        if value is None or (isinstance(value, int) and value == 1 and name not in varying):
             signature[name] = "constexpr"
-            constants[name] = 1
+            values[name] = value
             continue
-        signature[name] = _pointer(value.dtype) if is_tensor else "i32" if abs(value) < 1 << 31 else "i64"
-        if is_tensor or (value % _ALIGNED_BYTES == 0 and name not in varying):
+        signature[name] = _type_of(value)
+        if isinstance(value, torch.Tensor) or (
+            isinstance(value, int) and value % _ALIGNED_BYTES == 0 and name not in varying
+        ):
             attributes[index,] = [["tt.divisibility", _ALIGNED_BYTES]]
-    signature.update(dict.fromkeys(launch.constants, "constexpr"))
-    source = ASTSource(fn=gemm.function, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, _THREADS_PER_WARP), options=sizes.options())
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
+    target = GPUTarget("cuda", capability, _THREADS_PER_WARP)
+    compiled = triton.compile(source, target=target, options=dict(options))
     used = _resources(compiled.asm["cubin"])
     return GpuCode(
         registers_per_thread=used["REG"],
@@ -150,9 +168,13 @@ def compile_for(gemm: GeneratedGemm, launch: Launch, sizes: TileSizes, capabilit
     )
 
 
-def _pointer(dtype: torch.dtype) -> str:
+def _type_of(value: torch.Tensor | float) -> str:
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        return "i32" if abs(value) < 1 << 31 else "i64"
     short = {"float": "fp", "bfloat": "bf", "int": "i", "uint": "u"}
-    name = triton_type(dtype).removeprefix("tl.")
+    name = triton_type(value.dtype).removeprefix("tl.")
     kind, bits = re.fullmatch(r"([a-z]+)(\d+)", name).groups()  # type: ignore[union-attr]
     return f"*{short[kind]}{bits}"
 

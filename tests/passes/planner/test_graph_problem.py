@@ -126,9 +126,29 @@ def test_computation_is_slower_while_its_transport_copies(transport: str) -> Non
     slowing = dataclasses.replace(H100.overlap, gemm=Figure(2.0, "user"))
     true = with_ranks(dataclasses.replace(H100, overlap=slowing), 8)
     slow = with_emulated_link(true, 1e9)
-    machine = execution_with_copies(slow, "peer", transport, BANK_BYTES, 0.0)
+    machine = execution_with_copies(slow, "peer", transport, BankFormat.plain(BANK_BYTES), 0.0)
     ratio = gather_seconds(true, BANK_BYTES, "peer", transport) / gather_seconds(slow, BANK_BYTES, "peer", transport)
     assert machine.copy_slowdown == pytest.approx(1 + ratio)
+
+
+def test_decoding_takes_time_and_a_buffer() -> None:
+    plan = _plan(("a", "b"))
+    encoded = BankFormat(BANK_BYTES // 2, BANK_BYTES // 2, BANK_BYTES, "packed")
+    banks = tuple(dataclasses.replace(bank, format=encoded) for bank in plan.banks)
+    plain, decoded = (plan_graph(variant, {}, _weights()) for variant in (plan, dataclasses.replace(plan, banks=banks)))
+    assert plain.memory is not None
+    assert decoded.memory is not None
+    assert decoded.memory.slot_bytes == plain.memory.slot_bytes + BANK_BYTES // 2
+    # The link takes half of the time, and decoding reads half a bank and writes a bank. A single slot hides nothing.
+    assert plain.exposed_seconds == pytest.approx(2 * gather_seconds(H100, BANK_BYTES, "host"), rel=0.01)
+    decoding = BANK_BYTES * 3 / 2 / (H100.memory_bytes_per_s.value * 0.82)
+    filling = gather_seconds(H100, BANK_BYTES // 2, "host") + decoding
+    assert decoded.exposed_seconds == pytest.approx(2 * filling, rel=0.01)
+
+
+def _weights() -> PlacedModel:
+    known = plan_graph(_plan(("a",)), {}, hardware=H100)
+    return PlacedModel(known, (("a", 0), ("b", 1)), DeviceMemory(500.0, 0.0, 0.0), 0, "bf16", hardware=H100)
 
 
 def _placed(known: Decisions) -> PlacedModel:

@@ -18,9 +18,22 @@ from moepass.passes.planner.simulate import ExecutionModel, simulate_phases
 from tests.helpers.mutants.random_cases import times
 
 
-def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0, shard_bytes: int = 0) -> LayerPhase:
+def phase(
+    number: int,
+    compute: float,
+    transfer: float = 0.0,
+    bank_bytes: int = 0,
+    shard_bytes: int = 0,
+    encoded_bytes: int = 0,
+) -> LayerPhase:
     return LayerPhase(
-        f"phase {number}", f"layers.{number}", compute, bank_bytes, transfer, shard_bytes=min(shard_bytes, bank_bytes)
+        f"phase {number}",
+        f"layers.{number}",
+        compute,
+        bank_bytes,
+        transfer,
+        shard_bytes=min(shard_bytes, bank_bytes),
+        encoded_bytes=encoded_bytes,
     )
 
 
@@ -29,13 +42,14 @@ DENSE = st.builds(phase, st.just(0), SECONDS)
 
 
 def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
-    """Draw the phases of a model whose banks may differ in size, independently of their transfer time.
+    """Draw the phases of a model whose banks may differ in size and format, independently of their transfer time.
 
     A device has shards of all streamed banks or of none.
     """
 
     def phases(shard_bytes: int) -> st.SearchStrategy[list[LayerPhase]]:
-        streamed = st.builds(phase, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]), st.just(shard_bytes))
+        sizes = st.sampled_from([4, 6, 10]), st.just(shard_bytes), st.sampled_from([0, 0, 2, 5])
+        streamed = st.builds(phase, st.just(1), SECONDS, SECONDS, *sizes)
         return st.lists(st.one_of(DENSE, streamed, streamed), min_size=2, max_size=most).filter(streamed_phases)
 
     return st.sampled_from([0, 0, 2, 4, 10]).flatmap(phases)
@@ -62,7 +76,8 @@ def every_schedule(
             slot_bytes = max((phases[index].bank_bytes for index in needed), default=0)
             for slots in range(1, most_slots + 1):
                 shards = sum(phases[index].shard_bytes for index in needed)
-                if resident_bytes + shards + min(slots, len(needed)) * slot_bytes > memory_bytes:
+                encoded_bytes = max((phases[index].encoded_bytes for index in needed), default=0)
+                if resident_bytes + shards + min(slots, len(needed)) * slot_bytes + encoded_bytes > memory_bytes:
                     continue
                 yield slots, resident
 

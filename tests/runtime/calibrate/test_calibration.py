@@ -126,7 +126,7 @@ def test_sources_are_read_in_turn() -> None:
 
 # ---- One rank, and two -----------------------------------------------------------------------------------------------
 
-ALONE = {"host", "gemm.fp32", "grouped_gemm.fp32", "attention.fp32", "masked_attention.fp32", "memory"}
+ALONE = {"host", "gemm.fp32", "grouped_gemm.fp32", "attention.fp32", "masked_attention.fp32", "memory", "decode"}
 
 
 def _check(measurements: RankMeasurements, names: set[str]) -> None:
@@ -185,7 +185,7 @@ def _made_up(factor: float, noise: float = 1.0) -> RankMeasurements:
         return Measured(axes, tuple(Timing(value, 0.1) for value in seconds))
 
     shape = {"rows": (1, 8), "inner": (4, 16), "columns": (4, 16)}
-    names = ("host", "peer", "memory", *[f"collective.{kind}" for kind in COLLECTIVES])
+    names = ("host", "peer", "memory", "decode", *[f"collective.{kind}" for kind in COLLECTIVES])
     tables = {name: measured({"bytes": (1000, 4000, 16000)}) for name in names}
     tables |= {"gemm.fp32": measured(shape, 2.0), "grouped_gemm.fp32": measured(shape, 2.0)}
     for name in ("attention", "masked_attention"):
@@ -226,9 +226,9 @@ def test_other_programs_are_reported(share: float | None, says: bool, monkeypatc
 def test_no_table_of_a_profile_has_a_dip(noise: float) -> None:
     hardware = profile_of([_made_up(1.0, noise), _made_up(3.0, noise)], CONDITIONS, "cpu")
     assert hardware.collectives is not None
-    tables = [hardware.memory, *hardware.collectives.seconds.values()]
+    tables = [hardware.memory, hardware.decode, *hardware.collectives.seconds.values()]
     tables += [link.seconds for link in (hardware.host, hardware.peer) if link is not None]
-    assert len(tables) == 3 + len(COLLECTIVES)
+    assert len(tables) == 4 + len(COLLECTIVES)
     for table in tables:
         assert table is not None
         assert list(table.seconds) == sorted(table.seconds)

@@ -35,8 +35,18 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 # ---- The table is complete -------------------------------------------------------------------------------------------
 
 
-def test_every_home_can_run_but_the_one_that_offloads_nothing() -> None:
-    assert set(RUNNING_HOMES) == set(HOMES) - {"device"}
+def test_every_home_can_run() -> None:
+    assert set(RUNNING_HOMES) == set(HOMES)
+
+
+def test_on_the_device_nothing_travels() -> None:
+    with refused(moepass.OptionError, name="link", value="emulate:1e9"):
+        moepass.Device(link="emulate:1e9")
+    model = Stack(depth=2)
+    with refused(moepass.OptionError, name="memory_budget", value="1GB"):
+        moepass.offload_experts(model, "device", memory_budget="1GB")
+    report = moepass.offload_experts(model, "device")  # nothing is quantised, so all layers are resident
+    assert (report.home, report.layers, len(report.resident_layers)) == ("device", (), 2)
     for name, home in RUNNING_HOMES.items():
         assert home.options.home == home.options().home == name
 
@@ -192,7 +202,7 @@ def test_a_new_home_is_forecast(attic: None) -> None:
 
 
 def test_a_new_home_appears_in_errors(attic: None) -> None:
-    with pytest.raises(moepass.OptionError, match="it must be one of attic, disk, host, hybrid, peer"):
+    with pytest.raises(moepass.OptionError, match="it must be one of attic, device, disk, host, hybrid, peer"):
         moepass.offload_experts(Stack(depth=2), "cellar")
     with pytest.raises(moepass.InputError, match="it must be one of attic, device, disk, host, hybrid, peer"):
         moepass.explain("demo", home="cellar")

@@ -436,7 +436,7 @@ def test_a_model_of_another_size_is_not_guessed(whole: Path, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"home": "tape"}, "home is 'tape'; it must be one of disk, host, hybrid, peer"),
+        ({"home": "tape"}, "home is 'tape'; it must be one of device, disk, host, hybrid, peer"),
         ({"slots": 0}, "slots is 0"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; it must be a floating point type"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),

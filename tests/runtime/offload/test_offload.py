@@ -290,7 +290,7 @@ def test_a_model_without_experts_is_an_error() -> None:
     ("name", "value", "expected"),
     [
         *(
-            ("home", home, "one of disk, host, hybrid, peer, or its options, such as moepass.Peer(timeout_s=300)")
+            ("home", home, "one of device, disk, host, hybrid, peer, or its options, such as moepass.Peer(timeout_s=300)")
             for home in ("disc", moepass.Host, ["host"])
         ),
         *(("slots", slots, "at least 1") for slots in (0, -3, 1.5, "2", True)),

@@ -25,6 +25,7 @@ from moepass.runtime.profiles.stored_profiles import store_profile
 from moepass.runtime.system.device_names import device_name
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.models.planned_models import TOKENS, planned_machine, planned_model
+from tests.helpers.processes.halved_format import halve, resting_halved
 
 
 def placed(model: nn.Module, **wishes: object) -> OffloadReport:
@@ -70,6 +71,16 @@ def test_placement_keeps_to_the_budget(banks: float, hardware: Hardware | None) 
     report = placed(model, memory_budget=budget, hardware=hardware)
     assert device_bytes(model, report) <= budget
     assert report.resident_layers
+
+
+@pytest.mark.parametrize("hardware", [None, planned_machine()])
+def test_the_budget_includes_the_buffer_from_which_experts_are_decoded(hardware: Hardware | None) -> None:
+    plain, model = least_bytes(planned_model(), hardware=hardware), planned_model()
+    halve(model)
+    with resting_halved():
+        least = least_bytes(model, hardware=hardware)
+        report = placed(model, memory_budget=least, hardware=hardware)
+    assert least - plain == report.store.encoded_buffer_bytes == report.store.slot_bytes // 2
 
 
 def test_layers_are_read_as_they_are_and_not_as_the_config_says() -> None:

@@ -12,7 +12,7 @@ from tests.helpers.models.quantized_checkpoints import FORMS, save_quantized
 from tests.helpers.models.tiny import main_result, tiny_inputs, tiny_model
 from tests.helpers.processes.ranks import run_ranks
 
-HOMES = ("host", "disk", "peer", "collective", "hybrid")
+HOMES = ("host", "device", "disk", "peer", "collective", "hybrid")
 
 
 def _compiled_results(folders: tuple[Path, Path], home: str) -> list[torch.Tensor]:
@@ -37,6 +37,6 @@ def _compiled_results(folders: tuple[Path, Path], home: str) -> list[torch.Tenso
 @pytest.mark.parametrize("form", FORMS)
 def test_every_layout_runs_from_every_home(form: str, home: str, tmp_path: Path) -> None:
     folders = save_quantized(tiny_model(FORMS[form].family, dtype=torch.bfloat16), FORMS[form], tmp_path)
-    ranks = 1 if home in ("host", "disk") else 2
+    ranks = 1 if home in ("host", "device", "disk") else 2
     for result, expected in run_ranks(ranks, _compiled_results, folders, home):
         assert torch.equal(result, expected)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moepass.models.errors import CheckpointError, InputError
-from moepass.runtime.homes.options.home_options import Host
+from moepass.runtime.homes.options.home_options import Device, Host
+from moepass.runtime.offload.loading import offload_report
 from moepass.runtime.offload.offload import offload_experts
-from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
+from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine, make_engine
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.plain_outputs import plain_outputs
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.quantized_checkpoints import FORMS, save_quantized
 from tests.helpers.models.tiny import tiny_model
 
 OPTIONS = EngineOptions(None, torch.device("cpu"), step_tokens=64, cache_bytes=0)
@@ -106,3 +111,18 @@ def test_a_padding_token_that_is_the_last_of_the_vocabulary_is_none_of_the_token
         assert padding not in tokens
         tried |= {*tokens.tolist()}
     assert tried <= {*range(last + 1)}
+
+
+@pytest.mark.slow
+def test_quantised_experts_rest_as_stored_on_the_device(tmp_path: Path) -> None:
+    form = FORMS["nvfp4"]
+    quantised, plain = save_quantized(tiny_model(form.family, dtype=torch.bfloat16), form, tmp_path)
+    options = dataclasses.replace(OPTIONS, home=Device(), warms_up=False)
+    engines = [load_engine(folder, options, None, bytes(32)) for folder in (quantised, plain)]
+    tokens = np.arange(20, dtype=np.int32)
+    request = Request("a", (TokenPiece(-1, tokens, (TokenRead(19, tokens[:1], 5),)),))
+    answers = [engine.step([request]).answers[0].pieces[0].reads[0].top_log_probabilities for engine in engines]
+    np.testing.assert_allclose(*answers, rtol=0, atol=1e-3)
+    (bank, *_) = offload_report(engines[0]._head.model).store.banks
+    assert bank.spec.home == "device"
+    assert bank.spec.format.is_encoded

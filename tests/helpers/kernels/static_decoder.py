@@ -1,0 +1,61 @@
+"""Compile the decoder of quantised matrices for GPUs, in a separate process, because tests interpret Triton.
+
+Prints the resources of the kernel for several layouts and compute capabilities as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
+from moepass.runtime.kernels.stored_lines import stored_lines
+from moepass.runtime.kernels.triton_decoder import OPTIONS, decode_tiles, launch_arguments
+from tests.helpers.kernels.gpu_code import compile_kernel
+from tests.helpers.kernels.stored_matrices import INTEGERS
+
+EXPERTS, ROWS, COLUMNS = 8, 1024, 2048
+
+
+def main() -> None:
+    """Compile and print."""
+    gptq, awq = (INTEGERS[name][0] for name in ("gptq", "awq"))
+    float8, bytes8, words = torch.float8_e4m3fn, torch.uint8, torch.int32
+    layouts = {
+        "fp8 blocks": (MatrixFormula(Packing(8), Number.E4M3, (128, 128)), (ROWS, COLUMNS), float8),
+        "mxfp4, transposed": (
+            MatrixFormula(Packing(4, 2), Number.E2M1, (1, 32), is_transposed=True),
+            (ROWS, COLUMNS // 2),
+            bytes8,
+        ),
+        "gptq": (MatrixFormula(gptq, Number.INT, (1, 128), zero_point=8), (COLUMNS // 8, ROWS), words),
+        "awq": (MatrixFormula(awq, Number.INT, (1, 128), zero_point=8), (COLUMNS, ROWS // 8), words),
+    }
+    codes = []
+    with torch.device("meta"):
+        for name, (formula, shape, dtype) in layouts.items():
+            blocks = formula.block_counts(ROWS, COLUMNS)
+            stored = {
+                Role.VALUES: torch.empty(EXPERTS, *shape, dtype=dtype),
+                Role.SCALES: torch.empty(EXPERTS, *(blocks[::-1] if formula.packing.transposed else blocks)),
+            }
+            sizes = (COLUMNS, ROWS) if formula.is_transposed else (ROWS, COLUMNS)
+            lines = stored_lines(formula, stored, torch.empty(EXPERTS, *sizes, dtype=torch.bfloat16))
+            for capability in (80, 90, 100):
+                code = compile_kernel(decode_tiles, *launch_arguments(lines), capability, options=OPTIONS)
+                codes.append(
+                    {
+                        "layout": name,
+                        "capability": capability,
+                        "threads": code.threads,
+                        "registers_per_thread": code.registers_per_thread,
+                        "spilled_bytes": code.spilled_bytes,
+                        "blocks_per_processor": code.blocks_per_processor(capability),
+                    }
+                )
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()
