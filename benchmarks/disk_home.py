@@ -103,11 +103,11 @@ def _measure(
             run(ids)
             time.sleep(SETTLE_SECONDS)
             if "cold" in name:
-                drop_pages(checkpoint)
-            before, started = bytes_from_disk(), time.perf_counter()
+                _drop_pages(checkpoint)
+            before, started = _bytes_from_disk(), time.perf_counter()
             run(ids)
             seconds[name].append(time.perf_counter() - started)
-            from_disk[name].append(bytes_from_disk() - before)
+            from_disk[name].append(_bytes_from_disk() - before)
     rows: list[list[object]] = []
     for name, times in seconds.items():
         ratio = statistics.median(mine / resident for mine, resident in zip(times, seconds["resident"], strict=True))
@@ -125,16 +125,14 @@ def _measure(
     return rows
 
 
-def drop_pages(checkpoint: Path) -> None:
-    """Let the kernel drop the clean pages of a checkpoint's files from its cache."""
+def _drop_pages(checkpoint: Path) -> None:
     for file in checkpoint.glob("*.safetensors"):
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def bytes_from_disk() -> int:
-    """Return the bytes that this process has read from disks."""
+def _bytes_from_disk() -> int:
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 

@@ -153,7 +153,7 @@ def _rank(rank: int, ranks: int, place: str, queue: Any) -> None:
             "read": read,
             "before": before,
             "peak": anonymous.peak_bytes + _mapped_bytes(f"moepass-rank-{rank}") + dense_bytes,
-            "vmhwm": status_bytes("VmHWM"),
+            "vmhwm": _status_bytes("VmHWM"),
             "seconds": seconds,
         }
     )
@@ -187,11 +187,10 @@ class PeakAnonymous:
 
 
 def _anonymous_bytes() -> int:
-    return status_bytes("RssAnon")
+    return _status_bytes("RssAnon")
 
 
-def status_bytes(name: str) -> int:
-    """Return a number of bytes from /proc/self/status, such as RssAnon."""
+def _status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

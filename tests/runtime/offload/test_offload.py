@@ -286,13 +286,13 @@ def test_a_model_without_experts_is_an_error() -> None:
         moepass.offload_experts(nn.Linear(2, 2))
 
 
+_HOMES = "one of device, disk, host, hybrid, peer, or its options, such as moepass.Peer(timeout_s=300)"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        *(
-            ("home", home, "one of device, disk, host, hybrid, peer, or its options, such as moepass.Peer(timeout_s=300)")
-            for home in ("disc", moepass.Host, ["host"])
-        ),
+        *(("home", home, _HOMES) for home in ("disc", moepass.Host, ["host"])),
         *(("slots", slots, "at least 1") for slots in (0, -3, 1.5, "2", True)),
         *(("device", device, "cpu, cuda or cuda:INDEX") for device in (["cpu"], 1.5, "gpu")),
         ("device", "xpu", "cpu or cuda, to which experts stream"),
