@@ -111,7 +111,7 @@ def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, 
         is_plain = not options and keywords.get("device") in (None, torch.device("cpu"))
         dtype = keywords.get("dtype") or first.dtype
         if dtype.is_floating_point and not first.dtype.is_floating_point:
-            # No checkpoint stores weights as integers without a quantisation that says what they mean.
+            # Only a quantisation defines the weights that integers stand for.
             tensor = next(first.stored()).tensor
             text = f"{tensor.file}: {tensor.key} is {first.dtype}; expected floating-point numbers"
             raise CheckpointError(text, name=tensor.key, value=first.dtype, path=tensor.file)

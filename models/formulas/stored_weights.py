@@ -21,7 +21,7 @@ class BankSizes:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether the bank is decoded into its slot."""
+        """True if the bank is decoded into its slot."""
         return self.link_bytes != self.slot_bytes
 
     @property

@@ -127,7 +127,6 @@ class SaturationPart(ReportPart, frozen=True):
 
     gather_bytes: float
     gather_seconds: float
-    decode_seconds: float
     flops_per_token: float
     tokens_per_rank: int
     tokens_per_rank_at_peak: int
@@ -135,6 +134,8 @@ class SaturationPart(ReportPart, frozen=True):
     gamma: float
     formula: str
     values: dict[str, float]
+    # Reports that were written by earlier versions lack it.
+    decode_seconds: float = 0.0
 
 
 class SchedulePart(ReportPart, frozen=True):

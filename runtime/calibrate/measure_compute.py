@@ -114,7 +114,11 @@ def _memory(sizes: CalibrationSizes, device: torch.device, bytes: int) -> Timing
 
 
 def _decode(sizes: CalibrationSizes, device: torch.device, bytes: int) -> Timing:
-    """Time the decoding of NVFP4 experts into `bytes` of bf16. Other formats decode at most as slowly."""
+    """Time the decoding of NVFP4 experts into `bytes` of bf16.
+
+    On a CPU FP8 and INT4 decode faster, and the transposed MXFP4 of gpt-oss up to a fifth slower: see
+    docs/measurements.md.
+    """
     rows = max(1, bytes // (2 * _DECODED_COLUMNS))
     target = torch.empty(1, rows, _DECODED_COLUMNS, device=device, dtype=torch.bfloat16)
     codes = torch.randint(0, 256, (1, rows, _DECODED_COLUMNS // 2), device=device, dtype=torch.uint8)

@@ -46,7 +46,7 @@ class StoredLines:
 
     @property
     def is_packed_across(self) -> bool:
-        """Whether codes of neighbouring lines share a word."""
+        """True if codes of neighbouring lines share a word."""
         return self.packing.dim == -2
 
 

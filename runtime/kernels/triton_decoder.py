@@ -60,12 +60,12 @@ def decode_tiles(  # type: ignore[no-untyped-def]
 
     if is_packed_across:
         stored = (matrix * (lines // codes_per_word) + line // codes_per_word) * length + element
-        place = line % codes_per_word
+        position = line % codes_per_word
     else:
         stored = (matrix * lines + line) * (length // codes_per_word) + element // codes_per_word
-        place = element % codes_per_word
+        position = element % codes_per_word
     words = tl.load(values + stored, mask=is_inside, other=0).to(tl.int32)
-    codes = (words >> (((order >> (place * 4)) & 15) * code_bits)) & ((1 << code_bits) - 1)
+    codes = (words >> (((order >> (position * 4)) & 15) * code_bits)) & ((1 << code_bits) - 1)
 
     # Numbers are put together bit by bit: not all GPUs convert them, and a product would lose the sign of -0.
     if number == "e4m3":

@@ -75,8 +75,8 @@ class EngineOptions:
     """The options of an engine.
 
     Attributes:
-        home: home of the experts; None loads them on the device, as transformers does, and so does `Device` if the
-            checkpoint has no quantised experts.
+        home: home of the experts; None loads them on the device, as transformers does. `Device` does the same for
+            checkpoints without quantised experts.
         dtype: by default the checkpoint's dtype.
         slots: slots of the ring, by default as planned.
         memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
