@@ -46,8 +46,9 @@ def _compile(
     return main_result(output), compilations
 
 
+# Every family also runs in `test_every_discovered_family_is_rewritten_or_refused_and_right`.
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("streaming", [False, True], ids=["resident", "streaming"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

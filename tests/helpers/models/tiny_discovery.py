@@ -183,6 +183,7 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "vocab_size_per_layer_input": 128,
             "hidden_size_per_layer_input": 16,
         },
+        "flint": {"layer_types": ["full_attention", "sliding_attention"] * 2},  # every other layer has experts
         "glm4v_moe": {
             "rope_parameters": {
                 "rope_type": "default",
@@ -292,7 +293,7 @@ def _shrunk(name: str, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         if (default.get(groups) or 1) > 1:
             tiny.update({groups: 4, "topk_group": 2})
     kinds = {key: list(dict.fromkeys(default[key])) for key in _PER_LAYER if default.get(key)}
-    layers = max(4, *(len(kind) for kind in kinds.values())) if kinds else 3
+    layers = max([3, *(len(kind) for kind in kinds.values())])
     tiny["num_hidden_layers"] = layers
     for key, kind in kinds.items():
         # Attention alternates; the dense layers of an MLP pattern come first, all others are alike.

@@ -54,7 +54,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[TritonExperts]:
 
 
 def _assert_equal_to_the_model(family: str, lower: str, kernels: list[TritonExperts]) -> None:
-    model = tiny_model(family)
+    model = tiny_model(family, num_hidden_layers=2)  # each layer takes seconds in the interpreter
     inputs, second_inputs = tiny_inputs(model), tiny_inputs(model, batch=3, seq=7, seed=1)
     with torch.no_grad(), moepass.record_compilations() as compilations:
         expected = [model(**arguments).logits for arguments in (inputs, second_inputs)]
