@@ -13,8 +13,9 @@ import torch
 import typer
 
 from benchmarks.common import interleaved_seconds, median_and_spread, print_table
-from moepass.models.layouts.layout import Packing, Role, WeightLayout
+from moepass.models.layouts.layout import Packing, Role
 from moepass.models.layouts.published import read_quantization
+from moepass.models.layouts.weight_layout import WeightLayout
 from moepass.runtime.kernels.cpu_decoder import can_decode, decode_on_cpu
 
 ROWS, COLUMNS = 768, 2048

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
@@ -22,7 +23,8 @@ from moepass.models.checkpoint.weight_recipes import (
     Stored,
     UnfollowedError,
 )
-from moepass.models.layouts.layout import MatrixFormula, Role
+from moepass.models.layouts.layout import Role
+from moepass.models.layouts.weight_layout import Formula
 
 _aten = torch.ops.aten
 
@@ -41,7 +43,7 @@ class MatrixPart:
     start: int
     stop: int
     layout: str
-    formula: MatrixFormula | None
+    formula: Formula | None
     stored: Mapping[Role, Recipe]
 
     @property
@@ -126,6 +128,6 @@ def _joined(recipe: Joined) -> Iterator[MatrixPart]:
 def _transposed(part: MatrixPart, dims: int) -> MatrixPart:
     if part.formula is None:
         raise UnfollowedError("transpose")
-    formula = dataclasses.replace(part.formula, is_transposed=not part.formula.is_transposed)
+    formula = msgspec.structs.replace(part.formula, is_transposed=not part.formula.is_transposed)
     swapped = {dims - 1: dims - 2, dims - 2: dims - 1}
     return dataclasses.replace(part, dim=swapped.get(part.dim, part.dim), formula=formula)

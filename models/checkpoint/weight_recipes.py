@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, FileRange, StoredTensor
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.layouts.layout import Role, WeightLayout, scales_in_fp32
+from moepass.models.layouts.layout import MatrixFormula, Role, scales_in_fp32
+from moepass.models.layouts.lossless import LosslessFormula
+from moepass.models.layouts.weight_layout import WeightLayout
 
 _aten = torch.ops.aten
 # [Empirical] A larger tensor that needs temporary memory is computed row by row (expert by expert).
@@ -298,9 +300,10 @@ class Decoded(Recipe):
     @staticmethod
     def of(layout: WeightLayout, stored: Mapping[Role, Stored], shape: tuple[int, ...], dtype: torch.dtype) -> Decoded:
         """Return the matrix of these stored tensors, which are checked when they are read."""
-        formula = layout.formula
-        rows, columns = shape[:-3:-1] if formula.is_transposed else shape[-2:]
-        blocks = formula.block_counts(rows, columns)[1]
+        formula, blocks = layout.formula, 0
+        if isinstance(formula, MatrixFormula):
+            rows, columns = shape[:-3:-1] if formula.is_transposed else shape[-2:]
+            blocks = formula.block_counts(rows, columns)[1]
         checked = (Role.SCALES, Role.GLOBAL_SCALE, Role.BLOCK_INDICES)
         parts = {role: Checked(item, role, blocks) if role in checked else item for role, item in stored.items()}
         return Decoded(layout, parts, shape, dtype)
@@ -318,6 +321,8 @@ class Decoded(Recipe):
         tensors = {role: stored.read() for role, stored in self.parts.items()}
         if self.has_columns_in_order:
             del tensors[Role.BLOCK_INDICES]
+        if isinstance(self.layout.formula, LosslessFormula):
+            self.layout.formula.check(tensors)
         return self.layout.formula.decode(tensors, self.dtype).contiguous()
 
     def rows(self, start: int, stop: int) -> Recipe:

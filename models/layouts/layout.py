@@ -14,6 +14,7 @@ import functools
 from collections.abc import Mapping
 from enum import StrEnum
 
+import msgspec
 import torch
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -27,6 +28,7 @@ class Role(StrEnum):
     GLOBAL_SCALE = "global scale"
     ZERO_POINTS = "zero points"
     BLOCK_INDICES = "block indices"
+    EXPONENTS = "exponents"
 
 
 class Number(StrEnum):
@@ -76,8 +78,7 @@ class Packing:
         return numbers.transpose(-1, -2) if self.transposed else numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class MatrixFormula:
+class MatrixFormula(msgspec.Struct, frozen=True, tag="scaled"):
     """The formula that decodes a matrix from its stored tensors.
 
     Attributes:
@@ -155,29 +156,6 @@ class MatrixFormula:
         if block_columns is not None and block_columns > 1:
             numbers = numbers.repeat_interleave(block_columns, -1)[..., :columns]
         return numbers
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightLayout:
-    """The stored tensors of a matrix, and the formula that decodes it.
-
-    Attributes:
-        name: name in messages and reports.
-        source: where the formula is published.
-        suffixes: suffix of each stored tensor's key; `matrix_suffix` replaces it in the key of the matrix.
-        dtypes: possible dtypes of the tensor of values, all of one size, and of the zero points.
-        scales: possible dtypes of the scales; uint8 contains exponents (e8m0).
-        optional: suffixes of stored tensors that a matrix may lack.
-    """
-
-    name: str
-    source: str
-    suffixes: Mapping[Role, str]
-    dtypes: tuple[torch.dtype, ...]
-    scales: tuple[torch.dtype, ...]
-    formula: MatrixFormula
-    matrix_suffix: str = "weight"
-    optional: Mapping[Role, str] = dataclasses.field(default_factory=dict)
 
 
 def scales_in_fp32(stored: torch.Tensor) -> torch.Tensor:

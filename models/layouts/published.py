@@ -10,7 +10,9 @@ import msgspec
 import torch
 
 from moepass.models.errors import CheckpointError, one_of
-from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role, WeightLayout
+from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
+from moepass.models.layouts.lossless import FLOAT_TYPES, LosslessFormula
+from moepass.models.layouts.weight_layout import WeightLayout
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
@@ -25,6 +27,9 @@ _NVFP4_SOURCE = "NVIDIA ModelOpt, quantization/qtensor/nvfp4_tensor.py, dequanti
 _COMPRESSED_SOURCE = "compressed-tensors, quantization/lifecycle/forward.py, dequantize"
 _GPTQ_SOURCE = "AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py, forward"
 _AWQ_SOURCE = "AutoAWQ, utils/packing_utils.py, dequantize_gemm"
+
+# Checkpoints that `moepass pack` writes.
+PACKED_METHOD = "moepass"
 
 _Block = tuple[int | None, int | None]
 
@@ -119,7 +124,7 @@ class _Mxfp4(msgspec.Struct):
 
 def _mxfp4(config: _Mxfp4) -> Quantization:
     suffixes = {Role.VALUES: "_blocks", Role.SCALES: "_scales"}
-    formula = dataclasses.replace(_MX, packing=dataclasses.replace(_E2M1, folded=True), is_transposed=True)
+    formula = msgspec.structs.replace(_MX, packing=dataclasses.replace(_E2M1, folded=True), is_transposed=True)
     layout = WeightLayout("mxfp4", _MX_SOURCE, suffixes, _BYTES, (torch.uint8,), formula, matrix_suffix="")
     return Quantization("mxfp4", (layout,), config.modules_to_not_convert or ())
 
@@ -207,7 +212,7 @@ def _nvfp4_packed(weights: _Weights) -> WeightLayout:
         Role.SCALES: "weight_scale",
         Role.GLOBAL_SCALE: "weight_global_scale",
     }
-    formula = dataclasses.replace(_NVFP4.formula, divides=True)
+    formula = msgspec.structs.replace(_NVFP4.formula, divides=True)
     return WeightLayout("nvfp4 packed", _COMPRESSED_SOURCE, suffixes, _NVFP4.dtypes, _NVFP4.scales, formula)
 
 
@@ -225,7 +230,7 @@ def _pack_quantized(weights: _Weights) -> WeightLayout:
     if not weights.symmetric:
         suffixes[Role.ZERO_POINTS] = "weight_zero_point"
         zero_points = dataclasses.replace(formula.packing, dim=-2)
-        formula = dataclasses.replace(formula, zero_points=zero_points, zero_point=0)
+        formula = msgspec.structs.replace(formula, zero_points=zero_points, zero_point=0)
     layout = WeightLayout(f"int{bits} packed", _COMPRESSED_SOURCE, suffixes, _WORDS, _FLOATS, formula)
     return _with_block_indices(layout, "weight_g_idx", weights.actorder in (True, "group", "dynamic"))
 
@@ -321,6 +326,24 @@ def _awq(config: _Awq) -> Quantization:
     return Quantization("awq", (layout,), config.modules_to_not_convert or ())
 
 
+class _Packed(msgspec.Struct):
+    format: Literal["lossless"]
+
+
+def _packed(config: _Packed) -> Quantization:
+    layouts = []
+    for number in FLOAT_TYPES:
+        formula, suffixes = LosslessFormula(number), lossless_suffixes(number)
+        name, dtypes = f"lossless {number}", (torch.uint8,)
+        layouts.append(WeightLayout(name, "moepass", suffixes, dtypes, (), formula, matrix_suffix=""))
+    return Quantization(PACKED_METHOD, tuple(layouts))
+
+
+def lossless_suffixes(number: str) -> dict[Role, str]:
+    """Return the suffixes of the stored tensors of a matrix, a key of `FLOAT_TYPES`, that moepass packed."""
+    return {Role.VALUES: f"_{number}_fractions", Role.EXPONENTS: f"_{number}_exponents"}
+
+
 _METHODS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], Quantization]]] = {
     "fp8": (_Fp8, _fp8),
     "mxfp4": (_Mxfp4, _mxfp4),
@@ -328,6 +351,7 @@ _METHODS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], Quantization]
     "compressed-tensors": (_CompressedTensors, _compressed_tensors),
     "gptq": (_Gptq, _gptq),
     "awq": (_Awq, _awq),
+    PACKED_METHOD: (_Packed, _packed),
 }
 
 

@@ -12,8 +12,10 @@ from typing import Protocol
 import torch
 
 from moepass.models.errors import CheckpointError
-from moepass.models.layouts.layout import Role, WeightLayout
+from moepass.models.layouts.layout import MatrixFormula, Role
+from moepass.models.layouts.lossless import LosslessFormula
 from moepass.models.layouts.published import Quantization
+from moepass.models.layouts.weight_layout import WeightLayout
 
 # Suffixes of tensors for quantised activations and caches, which moepass does not use, and of the shape of a matrix.
 _SKIPPED_SUFFIXES = tuple(
@@ -128,9 +130,12 @@ def _checked_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the matrix. Raises CheckpointError if the stored tensors do not fit together."""
     key, values = tensors[Role.VALUES]
-    if len(values.shape) < (3 if layout.formula.packing.folded else 2) or 0 in values.shape:
+    is_folded = isinstance(layout.formula, MatrixFormula) and layout.formula.packing.folded
+    if len(values.shape) < (3 if is_folded else 2) or 0 in values.shape:
         raise _misfit(name, key, values, "2 or more dimensions, none of them empty")
     formula = layout.formula
+    if isinstance(formula, LosslessFormula):
+        return _checked_lossless_shape(formula, tensors, name)
     *leading, rows, columns = formula.packing.shape(values.shape)
     blocks = formula.block_counts(rows, columns)
     per_matrix = [(*leading,), (*leading, 1)]
@@ -160,6 +165,21 @@ def _checked_shape(
         if tuple(tensor.shape) not in shapes[role]:
             raise _misfit(name, key, tensor, f"shape {list(shapes[role][0])} for {layout.name} [{rows}, {columns}]")
     return (*leading, columns, rows) if formula.is_transposed else (*leading, rows, columns)
+
+
+def _checked_lossless_shape(
+    formula: LosslessFormula, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str
+) -> tuple[int, ...]:
+    (key, fractions), (exponents_key, exponents) = tensors[Role.VALUES], tensors[Role.EXPONENTS]
+    *leading, rows, columns = formula.shape(tuple(fractions.shape))
+    if fractions.shape[-1] % formula.type.fraction_bytes:
+        raise _misfit(name, key, fractions, f"rows of {formula.type.fraction_bytes} bytes for each element")
+    least = formula.least_bytes(rows, columns)
+    *exponents_leading, nbytes = exponents.shape or (0,)
+    if exponents.dtype != torch.uint8 or exponents_leading != leading or nbytes < least or nbytes % 8:
+        expected = f"torch.uint8 {[*leading, -(-least // 8) * 8]}, or a larger multiple of 8 at the end"
+        raise _misfit(name, exponents_key, exponents, expected)
+    return (*leading, rows, columns)
 
 
 def _misfit(name: str, key: str, tensor: TensorDescription, expected: str) -> CheckpointError:

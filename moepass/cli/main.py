@@ -1,4 +1,4 @@
-"""The command line: `moepass demo`, `explain`, `calibrate`, `score`, `serve`, `batch`, `bench` and `cache`.
+"""The command line: `moepass demo`, `explain`, `calibrate`, `pack`, `score`, `serve`, `batch`, `bench` and `cache`.
 
 Commands import heavy packages when they run, because `moepass --help` must not wait for torch.
 """
@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from moepass.cli import streams
 from moepass.cli.client_commands import batch, bench
 from moepass.cli.explain_command import explain
+from moepass.cli.pack_command import pack
 from moepass.cli.progress import progress_bar
 from moepass.cli.record_options import takes_records
 from moepass.cli.score_command import score, set_threads
@@ -27,7 +28,7 @@ from moepass.models.version import __version__
 from moepass.option_records import Count, option
 
 _LONGEST_ERROR = 1000
-_ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")
+_ORDER = ("demo", "explain", "calibrate", "pack", "score", "serve", "batch", "bench", "cache")
 
 
 class _Commands(TyperGroup):
@@ -103,6 +104,7 @@ app.command(
     epilog="Examples:\n\n**moepass explain qwen3-235b-a22b --hardware 8xh100-80g --dtype fp8**\n\n"
     "**moepass explain ./config.json --tokens 65536 --format html --output plan.html**"
 )(explain)
+app.command(epilog="Example:\n\n**moepass pack ./checkpoint -o ./packed && moepass serve ./packed**")(pack)
 
 
 class CalibrateOptions(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ import torch
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
-from moepass.models.layouts.layout import MatrixFormula, Role
+from moepass.models.layouts.layout import Role
+from moepass.models.layouts.weight_layout import Formula
 from moepass.passes.ir.activation_memory import ActivationMemory
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
@@ -75,7 +76,7 @@ class DecodedPart:
     start: int
     stop: int
     stored: tuple[tuple[Role, int], ...]
-    formula: MatrixFormula | None = None
+    formula: Formula | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
+from moepass.models.layouts.lossless import LosslessFormula
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
 from moepass.runtime.banks.stored_bank import packed, stored_bank
-from moepass.runtime.kernels.decoders import decode_bank
+from moepass.runtime.kernels.decoders import decode_bank, naming_damage
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 from moepass.runtime.transfer.home_protocol import Home
@@ -108,6 +109,10 @@ def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard:
     layout = shard_layout(spec, rank)
     for recipe in spec.recipes:
         layout.tensors[recipe.position].view(shard).copy_(computed_part(recipe, parts))
+    for part in spec.parts:
+        if isinstance(part.formula, LosslessFormula):
+            with naming_damage(spec, part):
+                part.formula.check({role: layout.tensors[index].view(shard) for role, index in part.stored})
 
 
 _store_numbers = itertools.count()

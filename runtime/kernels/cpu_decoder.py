@@ -1,4 +1,4 @@
-"""Decoding of quantised matrices on a CPU, by `decode_lines.cpp`, in the thread that calls it."""
+"""Decoding of quantised and packed matrices on a CPU, by `decode_lines.cpp`, in the thread that calls it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from moepass.models.checkpoint.weight_files import one_line
 from moepass.models.layouts.layout import MatrixFormula, Number, Role
+from moepass.models.layouts.lossless import FLOAT_TYPES, LosslessFormula, damaged_matrix
 from moepass.runtime.kernels.stored_lines import DECODED_DTYPES, stored_lines
 
 logger = logging.getLogger("moepass")
@@ -30,6 +31,16 @@ class _Lines(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _COUNTS),
+    )
+
+
+class _Floats(ctypes.Structure):
+    """The struct `Floats` of the C++ source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("fractions", "exponents", "target")),
+        *((name, ctypes.c_int64) for name in ("matrices", "lines", "length", "exponent_bytes")),
+        *((name, ctypes.c_int64) for name in ("matrix_stride", "line_stride", "element_stride")),
     )
 
 
@@ -52,11 +63,12 @@ def _library() -> ctypes.CDLL | None:
         )
         return None
     loaded.decode_lines.restype = None
+    loaded.decode_floats.restype = ctypes.c_int64
     return loaded
 
 
 def can_decode(target: torch.Tensor) -> bool:
-    """Return whether `decode_on_cpu` can write to `target`, and the compiler can compile that."""
+    """Return whether the functions of this module can write to `target`, and the compiler can compile that."""
     is_contiguous = 1 in target.stride()[-2:]
     if target.device.type != "cpu" or target.dtype not in DECODED_DTYPES or not is_contiguous:
         return False
@@ -82,3 +94,20 @@ def decode_on_cpu(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], t
     )
     number, element = _NUMBERS.index(lines.number), DECODED_DTYPES.index(target.dtype)
     library.decode_lines(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(element))
+
+
+def decode_floats_on_cpu(formula: LosslessFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
+    """Decode the matrices of contiguous `stored` tensors, each [experts, ...], into `target` of the formula's dtype.
+
+    `can_decode(target)` must be true. Raises CheckpointError if a matrix does not have its checksums.
+    """
+    library = _library()
+    assert library is not None, "can_decode is true"
+    fractions, exponents = stored[Role.VALUES], stored[Role.EXPONENTS]
+    lines = target.transpose(-1, -2) if formula.is_transposed else target
+    pointers = (fractions.data_ptr(), exponents.data_ptr(), lines.data_ptr())
+    arguments = _Floats(*pointers, *lines.shape, exponents.shape[-1], *lines.stride())
+    number = list(FLOAT_TYPES).index(formula.number)
+    damaged: int = library.decode_floats(ctypes.byref(arguments), ctypes.c_int64(number))
+    if damaged >= 0:
+        raise damaged_matrix(damaged)

@@ -1,11 +1,14 @@
-// Decodes quantised matrices, line by line, with one thread. MatrixFormula.decode is the reference, bit for bit.
+// Decodes quantised and packed matrices, line by line, with one thread. MatrixFormula.decode and LosslessFormula.decode
+// are the references, bit for bit.
 //
 // A line is a row of the stored matrix: a row [in] of the matrix, or a column [out] if it is stored transposed.
 //
 //     code     the stored bits of an element
-//     target   (number of the code - zero point) * scale, rounded once
+//     target   quantised: (number of the code - zero point) * scale, rounded once
+//              packed: sign and mantissa as they are stored, and the exponent of the code
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -21,6 +24,14 @@ struct Lines {
   void* target;
   int64_t matrices, lines, length, count_of_line_blocks, count_of_element_blocks, line_block, element_block;
   int64_t bits, is_packed_across, zero_point, matrix_stride, line_stride, element_stride;
+};
+
+// The fields of `_Floats` in cpu_decoder.py, in that order. lossless.py describes the bytes. Strides are in elements.
+struct Floats {
+  const uint8_t* fractions;
+  const uint8_t* exponents;  // [matrices, exponent_bytes]
+  void* target;
+  int64_t matrices, lines, length, exponent_bytes, matrix_stride, line_stride, element_stride;
 };
 
 namespace {
@@ -173,20 +184,34 @@ void transpose(
   }
 }
 
+// Calls `decode_line(line, out)` for all lines of a matrix, each of which writes `length` elements to `out`, in order.
+template <typename Stored, typename Matrices, typename DecodeLine>
+void write_matrix(const Matrices& matrices, int64_t matrix, DecodeLine decode_line) {
+  Stored* target = static_cast<Stored*>(matrices.target) + matrix * matrices.matrix_stride;
+  if (matrices.element_stride == 1) {
+    for (int64_t line = 0; line < matrices.lines; ++line) decode_line(line, target + line * matrices.line_stride);
+    return;
+  }
+  // Lines of a tile are not a multiple of 4096 bytes apart, because such addresses share a set of the cache.
+  const int64_t pitch = matrices.length + kTile;
+  std::vector<Stored> tile(kTile * pitch);
+  for (int64_t line = 0; line < matrices.lines; ++line) {
+    const int64_t row = line % kTile;
+    decode_line(line, tile.data() + row * pitch);
+    if (row == kTile - 1 || line == matrices.lines - 1)
+      transpose(tile.data(), pitch, row + 1, matrices.length, target + line - row, matrices.element_stride);
+  }
+}
+
 template <typename Number, typename Element>
 void decode(const Lines& lines) {
   using Stored = typename Element::Stored;
   const int64_t length = lines.length;
-  const bool is_transposed = lines.element_stride != 1;
   std::vector<uint8_t> codes(length);
   std::vector<float> scales(length), zero_points(length, static_cast<float>(lines.zero_point));
-  // Lines of a tile are not a multiple of 4096 bytes apart, because such addresses share a set of the cache.
-  const int64_t pitch = length + kTile;
-  std::vector<Stored> tile(is_transposed ? kTile * pitch : 0);
   for (int64_t matrix = 0; matrix < lines.matrices; ++matrix) {
-    Stored* target = static_cast<Stored*>(lines.target) + matrix * lines.matrix_stride;
     int64_t last_block = -1;
-    for (int64_t line = 0; line < lines.lines; ++line) {
+    write_matrix<Stored>(lines, matrix, [&](int64_t line, Stored* out) {
       const int64_t block =
           lines.line_blocks ? lines.line_blocks[matrix * lines.lines + line] : line / lines.line_block;
       if (block != last_block) {
@@ -196,13 +221,9 @@ void decode(const Lines& lines) {
         last_block = block;
       }
       unpack(lines, matrix, line, codes.data());
-      const int64_t row = line % kTile;
-      Stored* out = is_transposed ? tile.data() + row * pitch : target + line * lines.line_stride;
       for (int64_t k = 0; k < length; ++k)
         out[k] = Element::of((Number::number(codes[k]) - zero_points[k]) * scales[k]);
-      if (is_transposed && (row == kTile - 1 || line == lines.lines - 1))
-        transpose(tile.data(), pitch, row + 1, length, target + line - row, lines.element_stride);
-    }
+    });
   }
 }
 
@@ -215,7 +236,82 @@ void decode_as(const Lines& lines, int64_t element) {
   if (element == 2) decode<Number, Single>(lines);
 }
 
+// The bits of a byte as eight bytes.
+constexpr std::array<uint64_t, 256> spread_bits() {
+  std::array<uint64_t, 256> spread{};
+  for (uint64_t byte = 0; byte < 256; ++byte)
+    for (uint64_t bit = 0; bit < 8; ++bit) spread[byte] |= (byte >> bit & 1) << 8 * bit;
+  return spread;
+}
+constexpr std::array<uint64_t, 256> kSpread = spread_bits();
+
+int64_t checksum(const uint8_t* bytes, int64_t count) {
+  uint64_t sum = 0, word = 0;
+  const int64_t words = count / 8;
+  for (int64_t n = 0; n < words; ++n) {
+    std::memcpy(&word, bytes + 8 * n, 8);
+    sum += word * (2 * n + 1);
+  }
+  word = 0;
+  std::memcpy(&word, bytes + 8 * words, count % 8);
+  return static_cast<int64_t>(sum + word * (2 * words + 1));
+}
+
+// Decodes floats with these numbers of bits. Returns the first matrix without its checksums, or -1.
+template <int kExponent, int kMantissa, typename Stored>
+int64_t decode_floats_of(const Floats& floats) {
+  constexpr int kFractionBytes = (kMantissa + 1) / 8, kPlanes = 3 + (kMantissa + 1) % 8;
+  constexpr uint32_t kMask = (1u << kMantissa) - 1;
+  const int64_t length = floats.length, octets = (length + 7) / 8;
+  const int64_t fraction_bytes = floats.lines * length * kFractionBytes;
+  const int64_t escapes_start = 16 + floats.lines * (8 + kPlanes * octets);
+  std::vector<uint64_t> codes(octets), high(octets);
+  const uint8_t* code = reinterpret_cast<const uint8_t*>(codes.data());
+  const uint8_t* high_bits = reinterpret_cast<const uint8_t*>(high.data());
+  for (int64_t matrix = 0; matrix < floats.matrices; ++matrix) {
+    const uint8_t* fractions = floats.fractions + matrix * fraction_bytes;
+    const uint8_t* exponents = floats.exponents + matrix * floats.exponent_bytes;
+    const int64_t sums[2] = {checksum(fractions, fraction_bytes), checksum(exponents + 16, floats.exponent_bytes - 16)};
+    if (std::memcmp(sums, exponents, sizeof sums) != 0) return matrix;
+    write_matrix<Stored>(floats, matrix, [&](int64_t line, Stored* out) {
+      const uint8_t* fraction = fractions + line * length * kFractionBytes;
+      const uint8_t* planes = exponents + 16 + 8 * floats.lines + line * kPlanes * octets;
+      int32_t row[2];  // base and index of the first escape
+      std::memcpy(row, exponents + 16 + 8 * line, sizeof row);
+      for (int64_t n = 0; n < octets; ++n)
+        codes[n] = kSpread[planes[n]] | kSpread[planes[octets + n]] << 1 | kSpread[planes[2 * octets + n]] << 2;
+      if constexpr (kPlanes > 3) {
+        std::fill(high.begin(), high.end(), 0);
+        for (int plane = 3; plane < kPlanes; ++plane)
+          for (int64_t n = 0; n < octets; ++n) high[n] |= kSpread[planes[plane * octets + n]] << (plane - 3);
+      }
+      const auto element = [&](int64_t k, uint32_t exponent) {
+        uint32_t bits = fraction[k * kFractionBytes];
+        if constexpr (kFractionBytes == 3) bits |= fraction[3 * k + 1] << 8 | fraction[3 * k + 2] << 16;
+        if constexpr (kPlanes > 3) bits |= high_bits[k] << 8;
+        return static_cast<Stored>((bits & kMask) | exponent << kMantissa | bits >> kMantissa << (kMantissa + kExponent));
+      };
+      const uint32_t base = row[0];
+      for (int64_t k = 0; k < length; ++k) out[k] = element(k, base + code[k]);
+      int64_t next = escapes_start + row[1];
+      for (int64_t n = 0; n < octets; ++n)
+        for (uint32_t left = planes[n] & planes[octets + n] & planes[2 * octets + n]; left; left &= left - 1) {
+          const int64_t k = 8 * n + __builtin_ctz(left);
+          if (k < length && next >= escapes_start && next < floats.exponent_bytes) out[k] = element(k, exponents[next]);
+          ++next;
+        }
+    });
+  }
+  return -1;
+}
+
 }  // namespace
+
+extern "C" int64_t decode_floats(const Floats* floats, int64_t number) {
+  if (number == 0) return decode_floats_of<8, 7, uint16_t>(*floats);
+  if (number == 1) return decode_floats_of<5, 10, uint16_t>(*floats);
+  return decode_floats_of<8, 23, uint32_t>(*floats);
+}
 
 extern "C" int64_t has_half() {
 #ifdef __FLT16_MANT_DIG__

@@ -6,16 +6,19 @@ not wait for the device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.layouts.layout import MatrixFormula, Role
-from moepass.passes.ir.plan import BankSpec
-from moepass.runtime.kernels.cpu_decoder import can_decode, decode_on_cpu
+from moepass.models.layouts.weight_layout import Formula
+from moepass.passes.ir.plan import BankSpec, DecodedPart
+from moepass.runtime.kernels.cpu_decoder import can_decode, decode_floats_on_cpu, decode_on_cpu
 from moepass.runtime.kernels.stored_lines import DECODED_DTYPES
 
 logger = logging.getLogger("moepass")
@@ -41,11 +44,37 @@ def decode_bank(bank: BankSpec, encoded: torch.Tensor, slot: torch.Tensor) -> No
             if part.formula is None:
                 tensor.copy_(stored[Role.VALUES])
             else:
-                decode_matrices(part.formula, stored, tensor)
+                with naming_damage(bank, part):
+                    decode_matrices(part.formula, stored, tensor)
 
 
-def decode_matrices(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
-    """Decode the matrices of contiguous `stored` tensors, each [experts, ...], into `target` [experts, ...]."""
+@contextlib.contextmanager
+def naming_damage(bank: BankSpec, part: DecodedPart) -> Iterator[None]:
+    """Add the names of the bank and the tensor to a CheckpointError of a damaged matrix."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{bank.name}, {part.tensor.name}: {error}", name=bank.name) from None
+
+
+def decode_matrices(formula: Formula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
+    """Decode the matrices of contiguous `stored` tensors, each [experts, ...], into `target` [experts, ...].
+
+    Raises CheckpointError on a CPU if packed matrices do not have their checksums.
+    """
+    if isinstance(formula, MatrixFormula):
+        _decode_scaled(formula, stored, target)
+    elif target.dtype == formula.type.dtype and can_decode(target):
+        decode_floats_on_cpu(formula, stored, target)
+    elif target.dtype == formula.type.dtype and target.device.type == "cuda" and (decoder := _triton_decoder()):
+        decoder.decode_floats_by_triton(formula, stored, target)
+    else:
+        for start in range(len(target)):
+            matrix = {role: values[start : start + 1] for role, values in stored.items()}
+            target[start : start + 1].copy_(formula.decode(matrix, target.dtype))
+
+
+def _decode_scaled(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
     compiled = _compiled_decoder(target)
     temporary = stored[Role.SCALES] if compiled else target
     count = max(1, _TEMPORARY_BYTES * len(target) // (4 * temporary.numel() or 1))
@@ -64,16 +93,18 @@ def _compiled_decoder(target: torch.Tensor) -> Callable[..., None] | None:
         return decode_on_cpu
     if target.device.type != "cuda" or target.dtype not in DECODED_DTYPES:
         return None
-    return _triton_decoder()
+    decoder = _triton_decoder()
+    return None if decoder is None else decoder.decode_by_triton
 
 
 @functools.cache
-def _triton_decoder() -> Callable[..., None] | None:
+def _triton_decoder() -> Any:
+    """Return the module that decodes by Triton; None if there is no Triton."""
     try:
-        from moepass.runtime.kernels.triton_decoder import decode_by_triton
+        from moepass.runtime.kernels import triton_decoder
     except ImportError:
         logger.warning(
             "quantised experts are decoded by operations of torch, many times slower than by Triton: there is none"
         )
         return None
-    return decode_by_triton
+    return triton_decoder

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from moepass.models.errors import CheckpointError
-from moepass.models.layouts.layout import Role, WeightLayout
+from moepass.models.layouts.layout import Role
 from moepass.models.layouts.published import read_quantization
 from moepass.models.layouts.quantized_matrices import QuantizedMatrix, quantized_matrices
+from moepass.models.layouts.weight_layout import WeightLayout
 from tests.helpers.models.quantized_checkpoints import FORMS
 
 E4M3, FP32, BF16, U8, I32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.uint8, torch.int32

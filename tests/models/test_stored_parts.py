@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -119,7 +120,7 @@ def test_weights_that_change_what_is_stored_have_no_parts(change: str, tmp_path:
 def test_experts_with_other_formulas_have_no_parts(tmp_path: Path) -> None:
     tensors, _ = _unread("nvfp4", tmp_path)
     recipe: Any = tensors["0.a.weight"].recipe  # type: ignore[attr-defined]
-    formula = dataclasses.replace(recipe.layout.formula, divides=True)
+    formula = msgspec.structs.replace(recipe.layout.formula, divides=True)
     changed = dataclasses.replace(recipe, layout=dataclasses.replace(recipe.layout, formula=formula))
     tensors["0.a.weight"] = type(tensors["0.a.weight"])(changed)  # type: ignore[call-arg]
     with pytest.raises(UnfollowedError, match="stored in different ways"):

@@ -6,12 +6,21 @@ Prints the resources of the kernel for several layouts and compute capabilities 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
+from moepass.models.layouts.lossless import FLOAT_TYPES, LosslessFormula
 from moepass.runtime.kernels.stored_lines import stored_lines
-from moepass.runtime.kernels.triton_decoder import OPTIONS, decode_tiles, launch_arguments
+from moepass.runtime.kernels.triton_decoder import (
+    FLOAT_OPTIONS,
+    OPTIONS,
+    decode_float_tiles,
+    decode_tiles,
+    float_arguments,
+    launch_arguments,
+)
 from tests.helpers.kernels.gpu_code import compile_kernel
 from tests.helpers.kernels.stored_matrices import INTEGERS
 
@@ -32,7 +41,7 @@ def main() -> None:
         "gptq": (MatrixFormula(gptq, Number.INT, (1, 128), zero_point=8), (COLUMNS // 8, ROWS), words),
         "awq": (MatrixFormula(awq, Number.INT, (1, 128), zero_point=8), (COLUMNS, ROWS // 8), words),
     }
-    codes = []
+    kernels: list[tuple[str, Any, tuple[list[Any], dict[str, Any]], dict[str, int]]] = []
     with torch.device("meta"):
         for name, (formula, shape, dtype) in layouts.items():
             blocks = formula.block_counts(ROWS, COLUMNS)
@@ -42,18 +51,29 @@ def main() -> None:
             }
             sizes = (COLUMNS, ROWS) if formula.is_transposed else (ROWS, COLUMNS)
             lines = stored_lines(formula, stored, torch.empty(EXPERTS, *sizes, dtype=torch.bfloat16))
-            for capability in (80, 90, 100):
-                code = compile_kernel(decode_tiles, *launch_arguments(lines), capability, options=OPTIONS)
-                codes.append(
-                    {
-                        "layout": name,
-                        "capability": capability,
-                        "threads": code.threads,
-                        "registers_per_thread": code.registers_per_thread,
-                        "spilled_bytes": code.spilled_bytes,
-                        "blocks_per_processor": code.blocks_per_processor(capability),
-                    }
-                )
+            kernels.append((name, decode_tiles, launch_arguments(lines), OPTIONS))
+        for number, float_type in FLOAT_TYPES.items():
+            floats = {
+                Role.VALUES: torch.empty(EXPERTS, ROWS, COLUMNS * float_type.fraction_bytes, dtype=bytes8),
+                Role.EXPONENTS: torch.empty(EXPERTS, LosslessFormula(number).least_bytes(ROWS, COLUMNS), dtype=bytes8),
+            }
+            target = torch.empty(EXPERTS, ROWS, COLUMNS, dtype=float_type.dtype)
+            arguments = float_arguments(LosslessFormula(number), floats, target)
+            kernels.append((f"lossless {number}", decode_float_tiles, arguments, FLOAT_OPTIONS))
+    codes = []
+    for name, kernel, arguments, options in kernels:
+        for capability in (80, 90, 100):
+            code = compile_kernel(kernel, *arguments, capability, options=options)
+            codes.append(
+                {
+                    "layout": name,
+                    "capability": capability,
+                    "threads": code.threads,
+                    "registers_per_thread": code.registers_per_thread,
+                    "spilled_bytes": code.spilled_bytes,
+                    "blocks_per_processor": code.blocks_per_processor(capability),
+                }
+            )
     print(json.dumps(codes))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from hypothesis import strategies as st
+from msgspec import structs
 
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
 
@@ -57,7 +58,7 @@ def stored_matrices(draw: st.DrawFn) -> tuple[MatrixFormula, dict[Role, torch.Te
     stored[Role.SCALES] = scales
     if draw(st.booleans()):
         stored[Role.GLOBAL_SCALE] = torch.linspace(0.3, 7, experts)
-        formula = MatrixFormula(**{**vars(formula), "divides": draw(st.booleans())})
+        formula = MatrixFormula(**{**structs.asdict(formula), "divides": draw(st.booleans())})
     if (zero_points := formula.zero_points) is not None:
         stored_rows = -(-blocks[0] // zero_points.count)
         shape = [blocks[1], stored_rows] if zero_points.transposed else [stored_rows, blocks[1]]
@@ -65,7 +66,7 @@ def stored_matrices(draw: st.DrawFn) -> tuple[MatrixFormula, dict[Role, torch.Te
     if number is Number.INT and draw(st.booleans()):
         generator = torch.Generator().manual_seed(columns)
         stored[Role.BLOCK_INDICES] = torch.randint(0, blocks[1], (experts, columns), generator=generator).int()
-    return MatrixFormula(**{**vars(formula), "is_transposed": draw(st.booleans())}), stored
+    return MatrixFormula(**{**structs.asdict(formula), "is_transposed": draw(st.booleans())}), stored
 
 
 def assert_bits_of_torch(

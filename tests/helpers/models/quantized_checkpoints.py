@@ -17,6 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from moepass.models.layouts.lossless import LosslessFormula
+from moepass.models.layouts.published import lossless_suffixes
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -192,6 +195,14 @@ def awq(matrix: torch.Tensor, group: int) -> Encoded:
     return stored, dequantised
 
 
+def lossless(matrix: torch.Tensor) -> Encoded:
+    """Pack as moepass does, in bf16, with room for an escape of every element."""
+    formula = LosslessFormula("bf16")
+    stored = formula.encode(matrix.bfloat16())
+    stored = formula.padded(stored, formula.least_bytes(*matrix.shape) + matrix.numel())
+    return {suffix: stored[role] for role, suffix in lossless_suffixes("bf16").items()}, matrix
+
+
 def _tensors(format: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "format": format, "weights": {"type": "float", "num_bits": 8, **weights}}
     config = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
@@ -244,6 +255,7 @@ FORMS: Mapping[str, PublishedForm] = {
         {"quant_method": "gptq", "bits": 8, "group_size": 16}, lambda m: gptq(m, 16, bits=8)
     ),
     "awq": PublishedForm({"quant_method": "awq", "bits": 4, "group_size": 16}, lambda m: awq(m, 16)),
+    "lossless": PublishedForm({"quant_method": "moepass", "format": "lossless"}, lossless),
 }  # fmt: skip
 
 

@@ -403,7 +403,7 @@ def test_help_and_version_do_not_import_torch() -> None:
     finished = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr
     listed = re.findall(r"^│ (\w+)  ", finished.stdout[finished.stdout.index("Commands") :], re.M)
-    assert listed == ["demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache"]
+    assert listed == ["demo", "explain", "calibrate", "pack", "score", "serve", "batch", "bench", "cache"]
     assert _process("--version").stdout.startswith("moepass ")
 
 

@@ -1,4 +1,4 @@
-"""Decoding in C++ gives the same bits as the formula in torch."""
+"""Decoding in C++ gives the same bits as the formulas in torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.models.errors import CheckpointError
 from moepass.models.layouts.layout import MatrixFormula, Number, Role
+from moepass.models.layouts.lossless import LosslessFormula
 from moepass.runtime.kernels import cpu_decoder
-from moepass.runtime.kernels.cpu_decoder import can_decode, decode_on_cpu
+from moepass.runtime.kernels.cpu_decoder import can_decode, decode_floats_on_cpu, decode_on_cpu
+from tests.helpers.kernels.packed_floats import assert_bits_are_kept, every_float, float_matrices, packed
 from tests.helpers.kernels.stored_matrices import (
     DTYPES,
     INTERLEAVED,
@@ -33,6 +36,30 @@ def test_the_bits_are_those_of_torch(
 def test_every_code_is_decoded() -> None:
     for case in every_code():
         assert_bits_of_torch(decode_on_cpu, case, torch.float32, False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(float_matrices(), st.booleans())
+def test_packed_floats_are_decoded(case: tuple[LosslessFormula, torch.Tensor], is_part: bool) -> None:
+    assert_bits_are_kept(decode_floats_on_cpu, case, is_part)
+
+
+def test_every_packed_float_is_decoded() -> None:
+    for case in every_float():
+        assert_bits_are_kept(decode_floats_on_cpu, case)
+
+
+@settings(max_examples=100, deadline=None)
+@given(float_matrices(), st.data())
+def test_a_changed_byte_of_packed_floats_is_an_error(
+    case: tuple[LosslessFormula, torch.Tensor], data: st.DataObject
+) -> None:
+    formula, matrices = case
+    stored = packed(formula, matrices)
+    changed = stored[data.draw(st.sampled_from(sorted(stored)))].flatten()
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CheckpointError, match="does not have its checksum"):
+        decode_floats_on_cpu(formula, stored, torch.empty_like(matrices.mT if formula.is_transposed else matrices))
 
 
 def test_another_default_device_changes_nothing() -> None:

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.models.layouts.layout import MatrixFormula, Role
-from moepass.runtime.kernels.triton_decoder import decode_by_triton
+from moepass.models.layouts.lossless import LosslessFormula
+from moepass.runtime.kernels.triton_decoder import decode_by_triton, decode_floats_by_triton
+from tests.helpers.kernels.packed_floats import assert_bits_are_kept, every_float, float_matrices
 from tests.helpers.kernels.stored_matrices import assert_bits_of_torch, every_code, stored_matrices
 
 
@@ -31,8 +33,20 @@ def test_every_code_is_decoded() -> None:
         assert_bits_of_torch(decode_by_triton, case, torch.float32, False)
 
 
+@settings(max_examples=12, deadline=None)
+@given(float_matrices(), st.booleans())
+def test_packed_floats_are_decoded(case: tuple[LosslessFormula, torch.Tensor], is_part: bool) -> None:
+    assert_bits_are_kept(decode_floats_by_triton, case, is_part)
+
+
 @pytest.mark.slow
-def test_the_kernel_compiles_for_gpus_without_spills() -> None:
+def test_every_packed_float_is_decoded() -> None:
+    for case in every_float():
+        assert_bits_are_kept(decode_floats_by_triton, case)
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus_without_spills() -> None:
     words = [sys.executable, "-m", "tests.helpers.kernels.static_decoder"]
     done = subprocess.run(words, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -40,7 +54,15 @@ def test_the_kernel_compiles_for_gpus_without_spills() -> None:
     assert {(code["capability"], code["layout"]) for code in codes} == {
         (capability, layout)
         for capability in (80, 90, 100)
-        for layout in ("fp8 blocks", "mxfp4, transposed", "gptq", "awq")
+        for layout in (
+            "fp8 blocks",
+            "mxfp4, transposed",
+            "gptq",
+            "awq",
+            "lossless bf16",
+            "lossless fp16",
+            "lossless fp32",
+        )
     }
     for code in codes:
         assert code["spilled_bytes"] == 0, code

@@ -1,0 +1,60 @@
+"""The command `moepass pack`: a copy of a checkpoint whose experts take fewer bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from msgspec import Struct
+
+from moepass.cli.progress import progress_bar
+from moepass.cli.record_options import takes_records
+from moepass.option_records import option
+
+
+class PackOptions(Struct, frozen=True, kw_only=True):
+    """The options of `moepass pack`."""
+
+    output: Annotated[
+        str,
+        option(
+            "The folder for the packed checkpoint: new, or left by a run that ended early.",
+            metavar="FOLDER",
+            short="-o",
+        ),
+    ]
+    expert_format: Annotated[
+        Literal["lossless"], option("**lossless**: signs and mantissas as they are, exponents in three bits.")
+    ] = "lossless"
+
+
+@takes_records
+def pack(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder in bf16, fp16 or fp32, or **demo**.")
+    ],
+    *,
+    options: PackOptions,
+) -> None:
+    """Write a copy of a checkpoint with its experts packed: bf16 in 70 % of the bytes, with the same results.
+
+    Packed experts rest and travel packed, and are decoded into the slot, so that a link moves them in less time. All
+    other weights are copied. Every file is read back and compared bit by bit. If the command is killed, run it again:
+    it continues with the files that are missing.
+    """
+    from moepass.models.checkpoint.checkpoint_folders import resolve_model
+    from moepass.runtime.offload.pack_checkpoint import pack_checkpoint
+
+    source = resolve_model(model)
+    with progress_bar("packing (MB)") as (bar, task):
+        report = pack_checkpoint(
+            source,
+            Path(options.output),
+            lambda done, total: bar.update(task, completed=done // 1_000_000, total=total // 1_000_000),
+        )
+    typer.echo(
+        f"{options.output}: the experts take {report.packed_bytes / 1e9:.2f} GB, "
+        f"{report.packed_bytes / report.expert_bytes:.2f} of {report.expert_bytes / 1e9:.2f} GB; other weights take "
+        f"{report.dense_bytes / 1e9:.2f} GB"
+    )

@@ -1,0 +1,202 @@
+"""`moepass pack`: the copy loads as the same model from every home, and a damaged or unfinished copy is an error."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import moepass
+from moepass.models.checkpoint.load_model import load_model
+from moepass.models.errors import CheckpointError, InputError, MoepassError
+from moepass.runtime.offload import pack_checkpoint as packing
+from moepass.runtime.offload.pack_checkpoint import PackReport, pack_checkpoint
+from tests.helpers.models.quantized_checkpoints import FORMS, save_quantized
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def _saved(folder: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, **config: Any) -> Path:
+    # As wide as it takes for packing to save bytes.
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 96} if family == "qwen3_moe" else {}
+    tiny_model(family, dtype=dtype, num_hidden_layers=2, **sizes, **config).save_pretrained(folder)
+    return folder
+
+
+def _pack(source: Path, target: Path) -> PackReport:
+    return pack_checkpoint(source, target, lambda done, total: None)
+
+
+def _assert_same_weights(first: Path, second: Path) -> None:
+    expected, state = load_model(first).state_dict(), load_model(second).state_dict()
+    assert state.keys() == expected.keys()
+    for name, weight in state.items():
+        assert weight.dtype == expected[name].dtype
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_packed_checkpoint_is_the_same_model(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source", dtype=dtype)
+    (source / "tokenizer.json").write_text("{}")
+    report = _pack(source, tmp_path / "packed")
+    assert report.packed_bytes < report.expert_bytes
+    stored = sum(file.stat().st_size for file in (tmp_path / "packed").glob("experts-*.safetensors"))
+    assert report.packed_bytes <= stored <= report.packed_bytes * 1.2
+    assert (tmp_path / "packed" / "tokenizer.json").read_text() == "{}"
+    _assert_same_weights(source, tmp_path / "packed")
+
+
+# Stacked experts with biases and transposed matrices; a shared expert and a dense layer, which are not packed.
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_other_layouts_of_experts(family: str, tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source", family)
+    _pack(source, tmp_path / "packed")
+    _assert_same_weights(source, tmp_path / "packed")
+    inputs = tiny_inputs(load_model(source))
+    expected = moepass.load_pretrained(source)(**inputs).logits
+    assert torch.equal(moepass.load_pretrained(tmp_path / "packed")(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "home", ["host", pytest.param("disk", marks=pytest.mark.slow), pytest.param("device", marks=pytest.mark.slow)]
+)
+def test_packed_experts_stream_from_every_home(home: str, tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source")
+    _pack(source, tmp_path / "packed")
+    inputs = tiny_inputs(load_model(source))
+    expected = load_model(source)(**inputs).logits
+    model = moepass.load_pretrained(tmp_path / "packed", home=home)
+    with moepass.record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+        assert torch.equal(compiled(**inputs).logits, expected)
+    formats = [bank.format for bank in compilations[0].plan.banks]
+    assert [(format.decoder, format.link_bytes < format.slot_bytes) for format in formats] == [
+        ("lossless bf16", True)
+    ] * 2
+
+
+def test_what_does_not_become_smaller_stays_as_it_is(tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    for key, value in weights.items():
+        if ".experts." in key and "down_proj" not in key:
+            weights[key] = torch.randint(0, 256, (*value.shape, 2), dtype=torch.uint8).view(value.dtype)[..., 0]
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    _pack(source, tmp_path / "packed")
+    keys = {key for file in (tmp_path / "packed").glob("experts-*") for key in load_file(file)}
+    assert {key.endswith("_proj.weight") for key in keys if "down_proj" not in key} == {True}
+    assert {key.endswith("_proj.weight") for key in keys if "down_proj" in key} == {False}
+    restored = {
+        key: value for file in (tmp_path / "packed").glob("*.safetensors") for key, value in load_file(file).items()
+    }
+    assert all(
+        torch.equal(restored[key].view(torch.int16), weights[key].view(torch.int16))
+        for key in weights
+        if key in restored
+    )
+
+
+def test_an_interrupted_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = _saved(tmp_path / "source"), tmp_path / "packed"
+    write, written = packing._write, []
+
+    def fail_at_the_second_file(file: Path, *arguments: Any, **keywords: Any) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(file.name)
+        write(file, *arguments, **keywords)
+
+    monkeypatch.setattr(packing, "_write", fail_at_the_second_file)
+    with pytest.raises(KeyboardInterrupt):
+        _pack(source, target)
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        moepass.load_pretrained(target)
+    first = (target / "experts-00000.safetensors").stat()
+    monkeypatch.setattr(packing, "_write", write)
+    _pack(source, target)
+    assert (target / "experts-00000.safetensors").stat() == first
+    _assert_same_weights(source, target)
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing_incomplete(tmp_path: Path) -> None:
+    source, target = _saved(tmp_path / "source", num_experts=64), tmp_path / "packed"
+    for _ in range(30):
+        process = subprocess.Popen([sys.executable, "-m", "moepass.cli", "pack", str(source), "-o", str(target)])
+        while process.poll() is None and not list(target.glob(".*.part")):
+            pass
+        process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            break
+    else:
+        assert _pack(source, target)
+    _pack(source, target)
+    _assert_same_weights(source, target)
+    assert not list(target.glob(".*"))
+
+
+def test_a_file_that_is_read_back_with_other_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _saved(tmp_path / "source")
+
+    def save_with_another_bit(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        key = next(key for key in tensors if key.endswith("_fractions"))
+        tensors[key].view(-1)[5] ^= 1
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(packing, "save_file", save_with_another_bit)
+    with pytest.raises(CheckpointError, match=r"does not have its checksum|read back with other bytes"):
+        _pack(source, tmp_path / "packed")
+    assert [file.name for file in (tmp_path / "packed").iterdir()] == ["moepass-pack.json"]
+
+
+@pytest.mark.parametrize("home", ["host", "device", "disk"])
+@pytest.mark.parametrize("ending", ["fractions", "exponents"])
+def test_a_changed_byte_is_an_error(home: str, ending: str, tmp_path: Path) -> None:
+    source, target = _saved(tmp_path / "source"), tmp_path / "packed"
+    _pack(source, target)
+    weights = load_file(target / "experts-00001.safetensors")
+    weights[f"model.layers.1.mlp.experts.3.up_proj.weight_bf16_{ending}"].view(-1)[99] ^= 4
+    save_file(weights, target / "experts-00001.safetensors", {"format": "pt"})
+    with pytest.raises(MoepassError, match=r"model\.layers\.1\.mlp\.experts.*matrix 3 of packed weights"):
+        # Experts in files are read by the first run.
+        moepass.load_pretrained(target, home=home)(**tiny_inputs(load_model(source)))
+
+
+def test_bad_sources_and_targets(tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source")
+    quantised, _ = save_quantized(tiny_model("qwen3_moe", dtype=torch.bfloat16), FORMS["nvfp4"], tmp_path / "nvfp4")
+    with pytest.raises(CheckpointError, match="is quantised, so its experts are small already"):
+        _pack(quantised, tmp_path / "packed")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    with pytest.raises(InputError, match="is not empty, and `moepass pack` did not write it"):
+        _pack(source, tmp_path / "full")
+    _pack(source, tmp_path / "packed")
+    with pytest.raises(CheckpointError, match="is quantised"):
+        _pack(tmp_path / "packed", tmp_path / "twice")
+    other = _saved(tmp_path / "other")
+    with pytest.raises(InputError, match=r"was packed from .*source at another time"):
+        _pack(other, tmp_path / "packed")
+    dense = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, head_dim=16)
+    Qwen3ForCausalLM(dense).save_pretrained(tmp_path / "dense")
+    with pytest.raises(CheckpointError, match="has no experts in bf16, fp16 or fp32"):
+        _pack(tmp_path / "dense", tmp_path / "none")
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _saved(tmp_path / "source")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=10))
+    with pytest.raises(InputError, match="has 10 free bytes; packing may need as many as"):
+        _pack(source, tmp_path / "packed")
+    assert list((tmp_path / "packed").iterdir()) == []
