@@ -1,6 +1,7 @@
 """Measure how fast one core decodes each layout of quantised weights into a slot, beside a copy of as many bytes.
 
-The weights are random codes with the expert sizes of qwen3-30b-a3b. Every round decodes all layouts in turn.
+The weights have the expert sizes of qwen3-30b-a3b. They are random codes, or for lossless packing random numbers with a
+normal distribution. Every round decodes all layouts in turn, and packs one matrix.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import torch
 import typer
 
 from benchmarks.common import interleaved_seconds, median_and_spread, print_table
-from moepass.models.layouts.layout import Packing, Role
+from moepass.models.layouts.layout import MatrixFormula, Packing, Role
+from moepass.models.layouts.lossless import LosslessFormula
 from moepass.models.layouts.published import read_quantization
-from moepass.models.layouts.weight_layout import WeightLayout
-from moepass.runtime.kernels.cpu_decoder import can_decode, decode_on_cpu
+from moepass.models.layouts.weight_layout import Formula, WeightLayout
+from moepass.runtime.kernels.cpu_decoder import can_decode
+from moepass.runtime.kernels.decoders import decode_matrices
 
 ROWS, COLUMNS = 768, 2048
+PACKING = "lossless bf16, packing"
 
 
 def _tensors(format: str, **weights: Any) -> dict[str, Any]:
@@ -48,23 +52,33 @@ def main(
     layouts = {
         name: read_quantization(config, model_type, name).layouts[0] for name, (config, model_type) in CONFIGS.items()
     }
+    formulas: dict[str, Formula] = {name: layout.formula for name, layout in layouts.items()}
     stored = {name: _random_matrices(layout, experts) for name, layout in layouts.items()}
+    lossless = LosslessFormula("bf16")
+    weights = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).mul(0.02).bfloat16()
+    formulas["lossless bf16"] = lossless
+    stored["lossless bf16"] = {
+        role: torch.stack([values] * experts) for role, values in lossless.encode(weights).items()
+    }
     matrix = torch.ones(experts, ROWS, COLUMNS, dtype=torch.bfloat16)
     targets = {
-        name: matrix.transpose(1, 2).contiguous() if layout.formula.is_transposed else matrix.clone()
-        for name, layout in layouts.items()
+        name: matrix.transpose(1, 2).contiguous() if formula.is_transposed else matrix.clone()
+        for name, formula in formulas.items()
     }
     if not can_decode(matrix):
         raise typer.Exit(1)
 
     def decode(name: str) -> None:
-        decode_on_cpu(layouts[name].formula, stored[name], targets[name])
+        decode_matrices(formulas[name], stored[name], targets[name])
 
-    variants: dict[str, Callable[[], object]] = {name: functools.partial(decode, name) for name in layouts}
-    seconds = interleaved_seconds({"memcpy": lambda: targets["nvfp4"].copy_(matrix), **variants}, rounds)
+    variants: dict[str, Callable[[], object]] = {name: functools.partial(decode, name) for name in formulas}
+    packing = {PACKING: lambda: lossless.encode(weights)}
+    seconds = interleaved_seconds({"memcpy": lambda: targets["nvfp4"].copy_(matrix), **variants, **packing}, rounds)
+    stored[PACKING] = stored["lossless bf16"]
     rows = []
     for name, times in seconds.items():
-        rates = [matrix.nbytes / value / 1e9 for value in times]
+        nbytes = weights.nbytes if name == PACKING else matrix.nbytes
+        rates = [nbytes / value / 1e9 for value in times]
         nbytes = sum(tensor.nbytes for tensor in stored[name].values()) if name in stored else matrix.nbytes
         rows.append([name, f"{nbytes / matrix.nbytes:.3f}", median_and_spread(rates)])
     print_table(
@@ -77,6 +91,7 @@ def main(
 def _random_matrices(layout: WeightLayout, experts: int) -> dict[Role, torch.Tensor]:
     """Return stored tensors with random codes and zero points, and scales between 2^-9 and 2^-7."""
     formula, generator = layout.formula, torch.Generator().manual_seed(0)
+    assert isinstance(formula, MatrixFormula)
     blocks = formula.block_counts(ROWS, COLUMNS)
     turned = formula.packing.transposed
     scales = (-7 - 2 * torch.rand(experts, *(blocks[::-1] if turned else blocks), generator=generator)).exp2()

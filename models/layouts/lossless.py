@@ -125,10 +125,11 @@ class LosslessFormula(msgspec.Struct, frozen=True, tag="lossless"):
             Role.EXPONENTS: functional.pad(sections, (_CHECKSUM_BYTES, 0)),
         }
         least = self.least_bytes(rows, columns)
-        return self.padded(stored, max(least, len(sections) + _CHECKSUM_BYTES))
+        return self.padded(stored, least)
 
     def padded(self, stored: Mapping[Role, torch.Tensor], nbytes: int) -> dict[Role, torch.Tensor]:
         """Return the stored tensors of a matrix with at least `nbytes` of exponents, as experts have in a stack."""
+        nbytes = max(nbytes, len(stored[Role.EXPONENTS]))
         exponents = functional.pad(stored[Role.EXPONENTS], (0, nbytes + -nbytes % 8 - len(stored[Role.EXPONENTS])))
         sums = torch.stack([_checksum(stored[Role.VALUES].flatten()), _checksum(exponents[_CHECKSUM_BYTES:])])
         exponents[:_CHECKSUM_BYTES] = sums.view(torch.uint8)

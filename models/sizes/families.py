@@ -33,13 +33,14 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
         raise InputError(message, name="model_type", value=text.model_type, expected=tuple(FAMILIES))
     try:
         layers = tuple(family(text, index) for index in range(text.num_hidden_layers))
-        stored, unknown_storage = _stored(config, layers)
+        stored_dtype = short_dtype(getattr(text, "dtype", None) or "bf16")
+        stored, unknown_storage = _stored(config, layers, stored_dtype)
         return Architecture(
             name=name or str(text.model_type),
             model_type=str(text.model_type),
             hidden=text.hidden_size,
             vocab=text.vocab_size,
-            dtype=short_dtype(dtype or getattr(text, "dtype", None) or "bf16"),
+            dtype=short_dtype(dtype) if dtype else stored_dtype,
             layers=layers,
             tied_embeddings=bool(text.tie_word_embeddings),
             other_parameters=_outer_parameters(text),
@@ -54,9 +55,9 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
         raise InputError(message, name="model_type", value=text.model_type) from error
 
 
-def _stored(config: Any, layers: Sequence[Layer]) -> tuple[WeightFormat | None, str]:
+def _stored(config: Any, layers: Sequence[Layer], dtype: str) -> tuple[WeightFormat | None, str]:
     section = config if getattr(config, "quantization_config", None) is not None else config.get_text_config()
-    stored, note = stored_format(section, [_parts(layer) for layer in layers])
+    stored, note = stored_format(section, [_parts(layer) for layer in layers], dtype)
     is_plain = all(
         layer.attention.kind not in ("linear", "state_space") and not (layer.experts and layer.experts.shared_gate)
         for layer in layers

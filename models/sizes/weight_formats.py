@@ -1,4 +1,4 @@
-"""Storage of quantised matrices in checkpoints, according to their configuration: fp8 and MXFP4.
+"""Storage of quantised and packed matrices in checkpoints, according to their configuration.
 
 A configuration states one dtype, nearly always bf16, and the method by which most matrices were quantised. The dtype
 describes the weights after dequantisation.
@@ -7,6 +7,7 @@ describes the weights after dequantisation.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,11 +31,11 @@ class WeightFormat:
     """Storage of the matrices of `parts`; all other weights are in the dtype of the architecture.
 
     `block_rows` x `block_columns` numbers share a scale, fewer at the edges. None: the complete dimension shares one.
-    Kernels for this format compute in `computes_in`.
+    Kernels for this format compute in `computes_in`. `bits` is a mean if the bits depend on the numbers.
     """
 
     name: str
-    bits: int
+    bits: float
     block_rows: int | None
     block_columns: int | None
     scale_bytes: int
@@ -44,11 +45,22 @@ class WeightFormat:
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of one matrix [rows, columns] with its scales."""
         blocks = -(-rows // (self.block_rows or rows)) * -(-columns // (self.block_columns or columns))
-        return -(-rows * columns * self.bits // 8) + blocks * self.scale_bytes
+        return math.ceil(rows * columns * self.bits / 8) + blocks * self.scale_bytes
 
 
-def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]]) -> tuple[WeightFormat | None, str]:
-    """Return the format in which a checkpoint stores most matrices, and a note.
+# [Empirical] Three bits for the exponent instead of 8 or 5; 2.5 % of normally distributed weights take another byte.
+_PACKED_BITS: Mapping[str, float] = {"bf16": 11.2, "fp16": 14.2, "fp32": 27.2}
+
+
+def packed_format(dtype: str) -> WeightFormat | None:
+    """Return the format of experts that `moepass pack` has packed without loss; None if it cannot pack `dtype`."""
+    bits = _PACKED_BITS.get(dtype)
+    # Each row has eight bytes: its first exponent, and where its escapes begin.
+    return None if bits is None else WeightFormat("lossless", bits, 1, None, 8, (EXPERTS,), dtype)
+
+
+def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]], dtype: str) -> tuple[WeightFormat | None, str]:
+    """Return the format in which a checkpoint of weights in `dtype` stores most matrices, and a note.
 
     `config` is the part of a transformers configuration that may have a `quantization_config`. Returns (None, "") if
     nothing is quantised, and (None, reason) for a method, or exceptions, whose sizes are unknown.
@@ -60,6 +72,8 @@ def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]]) -> tupl
     method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
     if values.get("dequantize"):
         return None, ""  # the weights are converted to the dtype while they are loaded
+    if method == "moepass" and (packed := packed_format(dtype)):
+        return packed, ""
     if method == "mxfp4":
         # transformers quantises only the experts, even if the configuration excludes other modules.
         return WeightFormat("mxfp4", 4, 1, 32, 1, (EXPERTS,), "bf16"), ""

@@ -43,6 +43,8 @@ def pack(
     other weights are copied. Every file is read back and compared bit by bit. If the command is killed, run it again:
     it continues with the files that are missing.
     """
+    from rich.filesize import decimal
+
     from moepass.models.checkpoint.checkpoint_folders import resolve_model
     from moepass.runtime.offload.pack_checkpoint import pack_checkpoint
 
@@ -54,7 +56,7 @@ def pack(
             lambda done, total: bar.update(task, completed=done // 1_000_000, total=total // 1_000_000),
         )
     typer.echo(
-        f"{options.output}: the experts take {report.packed_bytes / 1e9:.2f} GB, "
-        f"{report.packed_bytes / report.expert_bytes:.2f} of {report.expert_bytes / 1e9:.2f} GB; other weights take "
-        f"{report.dense_bytes / 1e9:.2f} GB"
+        f"{options.output}: the experts take {decimal(report.packed_bytes)}, "
+        f"{report.packed_bytes / report.expert_bytes:.2f} of {decimal(report.expert_bytes)}; other weights take "
+        f"{decimal(report.dense_bytes)}"
     )

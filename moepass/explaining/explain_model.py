@@ -14,7 +14,15 @@ from typing import Any
 from moepass.explaining import arguments
 from moepass.explaining import report_parts as parts
 from moepass.explaining.compiler_part import compiler_part, explained_blocks
-from moepass.explaining.forecasts import advice, best_home, how_to_run, stored_assumption, stored_part, why_nothing_fits
+from moepass.explaining.forecasts import (
+    advice,
+    best_home,
+    how_to_run,
+    packed_tokens,
+    stored_assumption,
+    stored_part,
+    why_nothing_fits,
+)
 from moepass.explaining.report import Report
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.homes import home_named
@@ -251,6 +259,7 @@ def _saturation_part(made: Forecast) -> parts.SaturationPart:
         gamma=reached.values["gamma"],
         formula=reached.formula,
         values=reached.values,
+        packed_tokens_per_rank=packed_tokens(made),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from moepass.explaining.report_parts import HomeTried, SchedulePart, StoredPart, StrategyPart
 from moepass.models.errors import InputError
 from moepass.models.homes import HOMES, home_named
+from moepass.models.sizes.weight_formats import packed_format
 from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import with_ranks
 from moepass.passes.machine.layer_times import sequences_of
@@ -126,6 +127,14 @@ def stored_part(made: Forecast, home: str | None, most_slots: int) -> StoredPart
         fastest_other=fastest.strategy if fastest else None,
         fastest_other_step_seconds=fastest.step_seconds if fastest else None,
     )
+
+
+def packed_tokens(made: Forecast) -> int | None:
+    """Return the saturation threshold if the experts were packed without loss; None if packing would not change it."""
+    packed = packed_format(made.setting.dtype) if made.setting.architecture.stored is None else None
+    if packed is None or not made.transfer_seconds:
+        return None
+    return forecast(dataclasses.replace(made.setting, stored=packed), made.home).saturation.tokens
 
 
 def stored_assumption(setting: Setting, unknown: str) -> str:

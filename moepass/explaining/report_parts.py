@@ -122,7 +122,8 @@ class SaturationPart(ReportPart, frozen=True):
     """The saturation threshold of the typical MoE layer.
 
     `gather_seconds` end when the bank is in its slot; `decode_seconds` are a part of them, 0 for a bank that travels as
-    it is there. `values` has the values of the symbols in `formula`.
+    it is there. `values` has the values of the symbols in `formula`. `packed_tokens_per_rank` is the threshold if
+    `moepass pack` packed the experts; None if they are quantised or packed already, or do not travel.
     """
 
     gather_bytes: float
@@ -134,8 +135,9 @@ class SaturationPart(ReportPart, frozen=True):
     gamma: float
     formula: str
     values: dict[str, float]
-    # Reports that were written by earlier versions lack it.
+    # Reports that were written by earlier versions lack these.
     decode_seconds: float = 0.0
+    packed_tokens_per_rank: int | None = None
 
 
 class SchedulePart(ReportPart, frozen=True):

@@ -60,7 +60,7 @@ def pack_checkpoint(source: Path, target: Path, progress: Progress) -> PackRepor
     little space, and CheckpointError if `source` is quantised already, has no experts, or changes meanwhile.
     """
     if is_quantized(source):
-        text = f"{source} is quantised, so its experts are small already; packing needs weights in bf16, fp16 or fp32"
+        text = f"{source} is quantised or packed already; packing needs weights in bf16, fp16 or fp32"
         raise CheckpointError(text, path=source)
     files, model = build_unread(source, None)
     layers = [_matrices(expert_parameters(module).values()) for module in find_expert_modules(model).values()]

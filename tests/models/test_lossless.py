@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from moepass.models.demo import demo_folder
 from moepass.models.errors import CheckpointError
 from moepass.models.layouts.layout import Role
-from moepass.models.layouts.lossless import FLOAT_TYPES, LosslessFormula
+from moepass.models.layouts.lossless import FLOAT_TYPES, FloatName, LosslessFormula
+from moepass.models.sizes.weight_formats import packed_format
 from tests.helpers.kernels.packed_floats import assert_bits_are_kept, every_float, float_matrices, packed
 
 
@@ -57,8 +58,8 @@ def test_trained_weights_are_kept() -> None:
 
 
 @pytest.mark.parametrize(("number", "most"), [("bf16", 0.702), ("fp16", 0.890), ("fp32", 0.852)])
-def test_normally_distributed_weights_take_few_bytes(number: str, most: float) -> None:
-    formula = LosslessFormula(number)  # type: ignore[arg-type]
+def test_normally_distributed_weights_take_few_bytes(number: FloatName, most: float) -> None:
+    formula = LosslessFormula(number)
     matrix = (torch.randn(256, 2048) * 0.02).to(formula.type.dtype)
     assert sum(values.nbytes for values in formula.encode(matrix).values()) <= most * matrix.nbytes
 
@@ -78,3 +79,12 @@ def test_a_changed_byte_is_noticed(case: tuple[LosslessFormula, torch.Tensor], d
 
 def test_parts_of_larger_matrices_are_decoded() -> None:
     assert_bits_are_kept(_decode, (LosslessFormula("bf16"), torch.randn(2, 9, 17).bfloat16()), is_part=True)
+
+
+@pytest.mark.parametrize("number", FLOAT_TYPES)
+def test_the_sizes_that_explain_counts_are_those_of_normally_distributed_weights(number: FloatName) -> None:
+    formula, estimate = LosslessFormula(number), packed_format(number)
+    assert estimate is not None
+    matrix = (torch.randn(512, 2048) * 0.02).to(formula.type.dtype)
+    nbytes = sum(values.nbytes for values in formula.encode(matrix).values())
+    assert estimate.matrix_bytes(512, 2048) == pytest.approx(nbytes, rel=0.005)

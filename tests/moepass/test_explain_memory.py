@@ -87,6 +87,25 @@ def test_the_threshold_is_that_of_the_bytes_that_travel(name: str, hardware: str
     assert cells[column : column + 2] == [str(saturation.tokens_per_rank), str(stored.decoded_tokens_per_rank)]
 
 
+def test_the_threshold_with_packed_experts_is_that_of_their_bytes() -> None:
+    report = moepass.explain("qwen3-30b-a3b", hardware="h100-80g", home="host")
+    saturation, sizes, machine = report.saturation, report.model, report.hardware
+    assert saturation is not None
+    assert saturation.packed_tokens_per_rank is not None
+    # By hand: 11 bits of each number, a byte of each fortieth, and 8 bytes of each row; then a pass over memory.
+    rows = sizes.experts * (2 * sizes.moe_intermediate + sizes.hidden)
+    numbers = sizes.experts * 3 * sizes.moe_intermediate * sizes.hidden
+    packed_bytes = numbers * (11 / 8 + 1 / 40) + 8 * rows
+    assert packed_bytes / saturation.gather_bytes == pytest.approx(0.70, abs=0.005)
+    decode_seconds = (packed_bytes + saturation.gather_bytes) / (0.82 * machine.hbm_bytes_per_s)
+    seconds = saturation.gather_seconds * packed_bytes / saturation.gather_bytes + decode_seconds
+    # FLOPs of attention grow with the tokens.
+    ratio = saturation.packed_tokens_per_rank / saturation.tokens_per_rank
+    assert ratio == pytest.approx(seconds / saturation.gather_seconds, rel=0.02)
+    assert f"with experts packed by `moepass pack`: {saturation.packed_tokens_per_rank} tokens" in report.text()
+    assert moepass.explain("gpt-oss-120b").saturation.packed_tokens_per_rank is None  # type: ignore[union-attr]
+
+
 @pytest.mark.slow
 def test_an_mxfp4_bank_is_larger_in_a_slot() -> None:
     stored = moepass.explain("gpt-oss-120b").stored

@@ -196,10 +196,10 @@ def awq(matrix: torch.Tensor, group: int) -> Encoded:
 
 
 def lossless(matrix: torch.Tensor) -> Encoded:
-    """Pack as moepass does, in bf16, with room for an escape of every element."""
+    """Pack as moepass does, in bf16, with room for an escape of every eighth element, because experts are stacked."""
     formula = LosslessFormula("bf16")
     stored = formula.encode(matrix.bfloat16())
-    stored = formula.padded(stored, formula.least_bytes(*matrix.shape) + matrix.numel())
+    stored = formula.padded(stored, formula.least_bytes(*matrix.shape) + matrix.numel() // 8)
     return {suffix: stored[role] for role, suffix in lossless_suffixes("bf16").items()}, matrix
 
 

@@ -176,14 +176,14 @@ def test_a_changed_byte_is_an_error(home: str, ending: str, tmp_path: Path) -> N
 def test_bad_sources_and_targets(tmp_path: Path) -> None:
     source = _saved(tmp_path / "source")
     quantised, _ = save_quantized(tiny_model("qwen3_moe", dtype=torch.bfloat16), FORMS["nvfp4"], tmp_path / "nvfp4")
-    with pytest.raises(CheckpointError, match="is quantised, so its experts are small already"):
+    with pytest.raises(CheckpointError, match="is quantised or packed already"):
         _pack(quantised, tmp_path / "packed")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(InputError, match="is not empty, and `moepass pack` did not write it"):
         _pack(source, tmp_path / "full")
     _pack(source, tmp_path / "packed")
-    with pytest.raises(CheckpointError, match="is quantised"):
+    with pytest.raises(CheckpointError, match="is quantised or packed already"):
         _pack(tmp_path / "packed", tmp_path / "twice")
     other = _saved(tmp_path / "other")
     with pytest.raises(InputError, match=r"was packed from .*source at another time"):

@@ -1,0 +1,31 @@
+"""`moepass pack` on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "moepass.cli", *arguments], capture_output=True, text=True)
+
+
+def test_the_packed_demo_scores_the_same(tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    done = _run("pack", "demo", "-o", str(packed))
+    assert done.stderr == ""
+    assert done.stdout == f"{packed}: the experts take 4.1 MB, 0.87 of 4.7 MB; other weights take 1.3 MB\n"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("Guten Morgen", "Good morning")))
+    answers = [
+        _run("score", model, "--input", str(texts), "--lower", "eager").stdout for model in ("demo", str(packed))
+    ]
+    assert answers[0]
+    assert answers[0] == answers[1]
+    again = _run("pack", str(packed), "-o", str(tmp_path / "again"))
+    assert again.returncode == 1
+    assert again.stderr == (
+        f"moepass: error: {packed} is quantised or packed already; packing needs weights in bf16, fp16 or fp32\n"
+    )
