@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, FileRange, StoredTensor
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.layouts.layout import MatrixFormula, Role, scales_in_fp32
-from moepass.models.layouts.lossless import LosslessFormula
+from moepass.models.layouts.packed_floats import PackedFormula
 from moepass.models.layouts.weight_layout import WeightLayout
 
 _aten = torch.ops.aten
@@ -321,7 +321,7 @@ class Decoded(Recipe):
         tensors = {role: stored.read() for role, stored in self.parts.items()}
         if self.has_columns_in_order:
             del tensors[Role.BLOCK_INDICES]
-        if isinstance(self.layout.formula, LosslessFormula):
+        if isinstance(self.layout.formula, PackedFormula):
             self.layout.formula.check(tensors)
         return self.layout.formula.decode(tensors, self.dtype).contiguous()
 

@@ -28,7 +28,7 @@ class Role(StrEnum):
     GLOBAL_SCALE = "global scale"
     ZERO_POINTS = "zero points"
     BLOCK_INDICES = "block indices"
-    EXPONENTS = "exponents"
+    SECTIONS = "sections"
 
 
 class Number(StrEnum):

@@ -10,8 +10,10 @@ import msgspec
 import torch
 
 from moepass.models.errors import CheckpointError, one_of
+from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
-from moepass.models.layouts.lossless import FLOAT_TYPES, LosslessFormula
+from moepass.models.layouts.lossless import LosslessFormula
+from moepass.models.layouts.packed_floats import FloatName
 from moepass.models.layouts.weight_layout import WeightLayout
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,8 +30,13 @@ _COMPRESSED_SOURCE = "compressed-tensors, quantization/lifecycle/forward.py, deq
 _GPTQ_SOURCE = "AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py, forward"
 _AWQ_SOURCE = "AutoAWQ, utils/packing_utils.py, dequantize_gemm"
 
-# Checkpoints that `moepass pack` writes.
+# Checkpoints that `moepass pack` writes: their method, their formats, and the numbers that each format packs.
 PACKED_METHOD = "moepass"
+PackedFormat = Literal["lossless", "elf"]
+PACKED_NUMBERS: Mapping[PackedFormat, tuple[FloatName, ...]] = {
+    "lossless": ("bf16", "fp16", "fp32"),
+    "elf": ("fp16", "fp32"),
+}
 
 _Block = tuple[int | None, int | None]
 
@@ -327,21 +334,21 @@ def _awq(config: _Awq) -> Quantization:
 
 
 class _Packed(msgspec.Struct):
-    format: Literal["lossless"]
+    format: PackedFormat
 
 
 def _packed(config: _Packed) -> Quantization:
     layouts = []
-    for number in FLOAT_TYPES:
-        formula, suffixes = LosslessFormula(number), lossless_suffixes(number)
-        name, dtypes = f"lossless {number}", (torch.uint8,)
-        layouts.append(WeightLayout(name, "moepass", suffixes, dtypes, (), formula, matrix_suffix=""))
+    for number in PACKED_NUMBERS[config.format]:
+        formula = packed_formula(config.format, number)
+        name, dtypes = f"{config.format} {number}", (torch.uint8,)
+        layouts.append(WeightLayout(name, "moepass", formula.suffixes, dtypes, (), formula, matrix_suffix=""))
     return Quantization(PACKED_METHOD, tuple(layouts))
 
 
-def lossless_suffixes(number: str) -> dict[Role, str]:
-    """Return the suffixes of the stored tensors of a matrix, a key of `FLOAT_TYPES`, that moepass packed."""
-    return {Role.VALUES: f"_{number}_fractions", Role.EXPONENTS: f"_{number}_exponents"}
+def packed_formula(format: PackedFormat, number: FloatName) -> LosslessFormula | ElfFormula:
+    """Return the formula of matrices of `number`s that `moepass pack` writes in `format`."""
+    return LosslessFormula(number) if format == "lossless" else ElfFormula(number)
 
 
 _METHODS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], Quantization]]] = {

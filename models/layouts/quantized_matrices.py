@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from moepass.models.errors import CheckpointError
+from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Role
 from moepass.models.layouts.lossless import LosslessFormula
 from moepass.models.layouts.published import Quantization
@@ -134,8 +135,8 @@ def _checked_shape(
     if len(values.shape) < (3 if is_folded else 2) or 0 in values.shape:
         raise _misfit(name, key, values, "2 or more dimensions, none of them empty")
     formula = layout.formula
-    if isinstance(formula, LosslessFormula):
-        return _checked_lossless_shape(formula, tensors, name)
+    if not isinstance(formula, MatrixFormula):
+        return _checked_packed_shape(formula, tensors, name)
     *leading, rows, columns = formula.packing.shape(values.shape)
     blocks = formula.block_counts(rows, columns)
     per_matrix = [(*leading,), (*leading, 1)]
@@ -167,18 +168,18 @@ def _checked_shape(
     return (*leading, columns, rows) if formula.is_transposed else (*leading, rows, columns)
 
 
-def _checked_lossless_shape(
-    formula: LosslessFormula, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str
+def _checked_packed_shape(
+    formula: LosslessFormula | ElfFormula, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str
 ) -> tuple[int, ...]:
-    (key, fractions), (exponents_key, exponents) = tensors[Role.VALUES], tensors[Role.EXPONENTS]
-    *leading, rows, columns = formula.shape(tuple(fractions.shape))
-    if fractions.shape[-1] % formula.type.fraction_bytes:
-        raise _misfit(name, key, fractions, f"rows of {formula.type.fraction_bytes} bytes for each element")
+    (key, values), (sections_key, sections) = tensors[Role.VALUES], tensors[Role.SECTIONS]
+    *leading, rows, columns = formula.shape(tuple(values.shape))
+    if values.shape[-1] % formula.type.value_bytes:
+        raise _misfit(name, key, values, f"rows of {formula.type.value_bytes} bytes for each element")
     least = formula.least_bytes(rows, columns)
-    *exponents_leading, nbytes = exponents.shape or (0,)
-    if exponents.dtype != torch.uint8 or exponents_leading != leading or nbytes < least or nbytes % 8:
+    *sections_leading, nbytes = sections.shape or (0,)
+    if sections.dtype != torch.uint8 or sections_leading != leading or nbytes < least or nbytes % 8:
         expected = f"torch.uint8 {[*leading, -(-least // 8) * 8]}, or a larger multiple of 8 at the end"
-        raise _misfit(name, exponents_key, exponents, expected)
+        raise _misfit(name, sections_key, sections, expected)
     return (*leading, rows, columns)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
+from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Role
 from moepass.models.layouts.lossless import LosslessFormula
 
-Formula = MatrixFormula | LosslessFormula
+Formula = MatrixFormula | LosslessFormula | ElfFormula
 
 
 @dataclasses.dataclass(frozen=True)

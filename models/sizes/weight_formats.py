@@ -49,14 +49,19 @@ class WeightFormat:
 
 
 # [Empirical] Three bits for the exponent instead of 8 or 5; 2.5 % of normally distributed weights take another byte.
-_PACKED_BITS: Mapping[str, float] = {"bf16": 11.2, "fp16": 14.2, "fp32": 27.2}
+_LOSSLESS_BITS: Mapping[str, float] = {"bf16": 11.2, "fp16": 14.2, "fp32": 27.2}
+# Sign and mantissa.
+_ELF_BITS: Mapping[str, float] = {"fp16": 11, "fp32": 24}
 
 
-def packed_format(dtype: str) -> WeightFormat | None:
-    """Return the format of experts that `moepass pack` has packed without loss; None if it cannot pack `dtype`."""
-    bits = _PACKED_BITS.get(dtype)
-    # Each row has eight bytes: its first exponent, and where its escapes begin.
-    return None if bits is None else WeightFormat("lossless", bits, 1, None, 8, (EXPERTS,), dtype)
+def packed_format(dtype: str, format: object = "lossless") -> WeightFormat | None:
+    """Return the format of experts that `moepass pack` has packed in `format`; None if it cannot pack `dtype`."""
+    if format == "elf" and dtype in _ELF_BITS:
+        return WeightFormat("elf", _ELF_BITS[dtype], None, None, 16, (EXPERTS,), dtype)
+    if format == "lossless" and dtype in _LOSSLESS_BITS:
+        # Each row has eight bytes: its first exponent, and where its escapes begin.
+        return WeightFormat("lossless", _LOSSLESS_BITS[dtype], 1, None, 8, (EXPERTS,), dtype)
+    return None
 
 
 def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]], dtype: str) -> tuple[WeightFormat | None, str]:
@@ -72,7 +77,7 @@ def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]], dtype: 
     method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
     if values.get("dequantize"):
         return None, ""  # the weights are converted to the dtype while they are loaded
-    if method == "moepass" and (packed := packed_format(dtype)):
+    if method == "moepass" and (packed := packed_format(dtype, values.get("format"))):
         return packed, ""
     if method == "mxfp4":
         # transformers quantises only the experts, even if the configuration excludes other modules.

@@ -25,7 +25,11 @@ class PackOptions(Struct, frozen=True, kw_only=True):
         ),
     ]
     expert_format: Annotated[
-        Literal["lossless"], option("**lossless**: signs and mantissas as they are, exponents in three bits.")
+        Literal["lossless", "elf"],
+        option(
+            "**lossless** keeps every bit. **elf** packs fp32 into 0.75 and fp16 into 0.69 of the bytes, with an absolute "
+            "error of at most 2^-24 or 2^-11 per weight."
+        ),
     ] = "lossless"
 
 
@@ -37,10 +41,10 @@ def pack(
     *,
     options: PackOptions,
 ) -> None:
-    """Write a copy of a checkpoint with its experts packed: bf16 in 70 % of the bytes, with the same results.
+    """Write a copy of a checkpoint with its experts packed: without loss, bf16 takes 70 % of the bytes.
 
     Packed experts rest and travel packed, and are decoded into the slot, so that a link moves them in less time. All
-    other weights are copied. Every file is read back and compared bit by bit. If the command is killed, run it again:
+    other weights are copied. Every file is read back and compared. If the command is killed, run it again:
     it continues with the files that are missing.
     """
     from rich.filesize import decimal
@@ -53,10 +57,12 @@ def pack(
         report = pack_checkpoint(
             source,
             Path(options.output),
+            options.expert_format,
             lambda done, total: bar.update(task, completed=done // 1_000_000, total=total // 1_000_000),
         )
     typer.echo(
         f"{options.output}: the experts take {decimal(report.packed_bytes)}, "
         f"{report.packed_bytes / report.expert_bytes:.2f} of {decimal(report.expert_bytes)}; other weights take "
         f"{decimal(report.dense_bytes)}"
+        + (f"; largest error of a weight {report.largest_error:.3g}" if report.largest_error else "")
     )

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
-from moepass.models.layouts.lossless import LosslessFormula
+from moepass.models.layouts.packed_floats import PackedFormula
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
@@ -110,7 +110,7 @@ def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard:
     for recipe in spec.recipes:
         layout.tensors[recipe.position].view(shard).copy_(computed_part(recipe, parts))
     for part in spec.parts:
-        if isinstance(part.formula, LosslessFormula):
+        if isinstance(part.formula, PackedFormula):
             with naming_damage(spec, part):
                 part.formula.check({role: layout.tensors[index].view(shard) for role, index in part.stored})
 

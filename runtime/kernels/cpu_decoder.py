@@ -11,8 +11,9 @@ from importlib import resources
 import torch
 
 from moepass.models.checkpoint.weight_files import one_line
+from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Number, Role
-from moepass.models.layouts.lossless import FLOAT_TYPES, LosslessFormula, damaged_matrix
+from moepass.models.layouts.packed_floats import FLOAT_TYPES, PackedFormula, damaged_matrix
 from moepass.runtime.kernels.stored_lines import DECODED_DTYPES, stored_lines
 
 logger = logging.getLogger("moepass")
@@ -38,8 +39,8 @@ class _Floats(ctypes.Structure):
     """The struct `Floats` of the C++ source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("fractions", "exponents", "target")),
-        *((name, ctypes.c_int64) for name in ("matrices", "lines", "length", "exponent_bytes")),
+        *((name, ctypes.c_void_p) for name in ("values", "sections", "target")),
+        *((name, ctypes.c_int64) for name in ("matrices", "lines", "length", "section_bytes")),
         *((name, ctypes.c_int64) for name in ("matrix_stride", "line_stride", "element_stride")),
     )
 
@@ -96,18 +97,18 @@ def decode_on_cpu(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], t
     library.decode_lines(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(element))
 
 
-def decode_floats_on_cpu(formula: LosslessFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
+def decode_floats_on_cpu(formula: PackedFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
     """Decode the matrices of contiguous `stored` tensors, each [experts, ...], into `target` of the formula's dtype.
 
     `can_decode(target)` must be true. Raises CheckpointError if a matrix does not have its checksums.
     """
     library = _library()
     assert library is not None, "can_decode is true"
-    fractions, exponents = stored[Role.VALUES], stored[Role.EXPONENTS]
+    values, sections = stored[Role.VALUES], stored[Role.SECTIONS]
     lines = target.transpose(-1, -2) if formula.is_transposed else target
-    pointers = (fractions.data_ptr(), exponents.data_ptr(), lines.data_ptr())
-    arguments = _Floats(*pointers, *lines.shape, exponents.shape[-1], *lines.stride())
-    number = list(FLOAT_TYPES).index(formula.number)
-    damaged: int = library.decode_floats(ctypes.byref(arguments), ctypes.c_int64(number))
+    pointers = (values.data_ptr(), sections.data_ptr(), lines.data_ptr())
+    arguments = _Floats(*pointers, *lines.shape, sections.shape[-1], *lines.stride())
+    number, is_elf = list(FLOAT_TYPES).index(formula.number), isinstance(formula, ElfFormula)
+    damaged: int = library.decode_floats(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(is_elf))
     if damaged >= 0:
         raise damaged_matrix(damaged)

@@ -1,11 +1,11 @@
-// Decodes quantised and packed matrices, line by line, with one thread. MatrixFormula.decode and LosslessFormula.decode
-// are the references, bit for bit.
+// Decodes quantised and packed matrices, line by line, with one thread. The methods `decode` of the formulas in
+// models/layouts are the references, bit for bit.
 //
 // A line is a row of the stored matrix: a row [in] of the matrix, or a column [out] if it is stored transposed.
 //
 //     code     the stored bits of an element
 //     target   quantised: (number of the code - zero point) * scale, rounded once
-//              packed: sign and mantissa as they are stored, and the exponent of the code
+//              packed: see lossless.py and elf.py
 
 #include <algorithm>
 #include <array>
@@ -26,12 +26,12 @@ struct Lines {
   int64_t bits, is_packed_across, zero_point, matrix_stride, line_stride, element_stride;
 };
 
-// The fields of `_Floats` in cpu_decoder.py, in that order. lossless.py describes the bytes. Strides are in elements.
+// The fields of `_Floats` in cpu_decoder.py, in that order. Strides are in elements.
 struct Floats {
-  const uint8_t* fractions;
-  const uint8_t* exponents;  // [matrices, exponent_bytes]
+  const uint8_t* values;
+  const uint8_t* sections;  // [matrices, section_bytes]
   void* target;
-  int64_t matrices, lines, length, exponent_bytes, matrix_stride, line_stride, element_stride;
+  int64_t matrices, lines, length, section_bytes, matrix_stride, line_stride, element_stride;
 };
 
 namespace {
@@ -257,39 +257,71 @@ int64_t checksum(const uint8_t* bytes, int64_t count) {
   return static_cast<int64_t>(sum + word * (2 * words + 1));
 }
 
-// Decodes floats with these numbers of bits. Returns the first matrix without its checksums, or -1.
-template <int kExponent, int kMantissa, typename Stored>
-int64_t decode_floats_of(const Floats& floats) {
-  constexpr int kFractionBytes = (kMantissa + 1) / 8, kPlanes = 3 + (kMantissa + 1) % 8;
-  constexpr uint32_t kMask = (1u << kMantissa) - 1;
+// Packed floats with these numbers of bits, stored as integers.
+template <int kExponentBits, int kMantissaBits, typename StoredType>
+struct FloatBits {
+  using Stored = StoredType;
+  static constexpr int kExponent = kExponentBits, kMantissa = kMantissaBits;
+  static constexpr int kBytes = (kMantissa + 1) / 8, kHighBits = (kMantissa + 1) % 8;
+  static constexpr uint32_t kMask = (1u << kMantissa) - 1;
+
+  // Writes the bits of each element's sign and mantissa that fill no byte, from its bit planes.
+  static void unpack_high(const uint8_t* planes, int64_t octets, uint64_t* high) {
+    if constexpr (kHighBits > 0) {
+      std::fill(high, high + octets, 0);
+      for (int plane = 0; plane < kHighBits; ++plane)
+        for (int64_t n = 0; n < octets; ++n) high[n] |= kSpread[planes[plane * octets + n]] << plane;
+    }
+  }
+
+  // Returns sign and mantissa of element k of a line.
+  static uint32_t fraction(const uint8_t* values, const uint8_t* high, int64_t k) {
+    uint32_t bits = values[k * kBytes];
+    if constexpr (kBytes == 3) bits |= values[3 * k + 1] << 8 | values[3 * k + 2] << 16;
+    if constexpr (kHighBits > 0) bits |= high[k] << 8;
+    return bits;
+  }
+};
+using BF16 = FloatBits<8, 7, uint16_t>;
+using FP16 = FloatBits<5, 10, uint16_t>;
+using FP32 = FloatBits<8, 23, uint32_t>;
+
+// Decodes matrices by `decode_matrix(values, sections, matrix)`. Returns the first one without its checksums, or -1.
+template <typename Float, typename DecodeMatrix>
+int64_t decode_checked(const Floats& floats, DecodeMatrix decode_matrix) {
+  const int64_t value_bytes = floats.lines * floats.length * Float::kBytes;
+  for (int64_t matrix = 0; matrix < floats.matrices; ++matrix) {
+    const uint8_t* values = floats.values + matrix * value_bytes;
+    const uint8_t* sections = floats.sections + matrix * floats.section_bytes;
+    const int64_t sums[2] = {checksum(values, value_bytes), checksum(sections + 16, floats.section_bytes - 16)};
+    if (std::memcmp(sums, sections, sizeof sums) != 0) return matrix;
+    decode_matrix(values, sections, matrix);
+  }
+  return -1;
+}
+
+template <typename Float>
+int64_t decode_lossless(const Floats& floats) {
+  using Stored = typename Float::Stored;
+  constexpr int kPlanes = 3 + Float::kHighBits;
   const int64_t length = floats.length, octets = (length + 7) / 8;
-  const int64_t fraction_bytes = floats.lines * length * kFractionBytes;
-  const int64_t escapes_start = 16 + floats.lines * (8 + kPlanes * octets);
+  const int64_t planes_start = 16 + 8 * floats.lines, escapes_start = planes_start + floats.lines * kPlanes * octets;
   std::vector<uint64_t> codes(octets), high(octets);
   const uint8_t* code = reinterpret_cast<const uint8_t*>(codes.data());
   const uint8_t* high_bits = reinterpret_cast<const uint8_t*>(high.data());
-  for (int64_t matrix = 0; matrix < floats.matrices; ++matrix) {
-    const uint8_t* fractions = floats.fractions + matrix * fraction_bytes;
-    const uint8_t* exponents = floats.exponents + matrix * floats.exponent_bytes;
-    const int64_t sums[2] = {checksum(fractions, fraction_bytes), checksum(exponents + 16, floats.exponent_bytes - 16)};
-    if (std::memcmp(sums, exponents, sizeof sums) != 0) return matrix;
+  return decode_checked<Float>(floats, [&](const uint8_t* values, const uint8_t* sections, int64_t matrix) {
     write_matrix<Stored>(floats, matrix, [&](int64_t line, Stored* out) {
-      const uint8_t* fraction = fractions + line * length * kFractionBytes;
-      const uint8_t* planes = exponents + 16 + 8 * floats.lines + line * kPlanes * octets;
+      const uint8_t* line_values = values + line * length * Float::kBytes;
+      const uint8_t* planes = sections + planes_start + line * kPlanes * octets;
       int32_t row[2];  // base and index of the first escape
-      std::memcpy(row, exponents + 16 + 8 * line, sizeof row);
+      std::memcpy(row, sections + 16 + 8 * line, sizeof row);
       for (int64_t n = 0; n < octets; ++n)
         codes[n] = kSpread[planes[n]] | kSpread[planes[octets + n]] << 1 | kSpread[planes[2 * octets + n]] << 2;
-      if constexpr (kPlanes > 3) {
-        std::fill(high.begin(), high.end(), 0);
-        for (int plane = 3; plane < kPlanes; ++plane)
-          for (int64_t n = 0; n < octets; ++n) high[n] |= kSpread[planes[plane * octets + n]] << (plane - 3);
-      }
+      Float::unpack_high(planes + 3 * octets, octets, high.data());
       const auto element = [&](int64_t k, uint32_t exponent) {
-        uint32_t bits = fraction[k * kFractionBytes];
-        if constexpr (kFractionBytes == 3) bits |= fraction[3 * k + 1] << 8 | fraction[3 * k + 2] << 16;
-        if constexpr (kPlanes > 3) bits |= high_bits[k] << 8;
-        return static_cast<Stored>((bits & kMask) | exponent << kMantissa | bits >> kMantissa << (kMantissa + kExponent));
+        const uint32_t bits = Float::fraction(line_values, high_bits, k);
+        const uint32_t sign = bits >> Float::kMantissa << (Float::kMantissa + Float::kExponent);
+        return static_cast<Stored>((bits & Float::kMask) | exponent << Float::kMantissa | sign);
       };
       const uint32_t base = row[0];
       for (int64_t k = 0; k < length; ++k) out[k] = element(k, base + code[k]);
@@ -297,20 +329,65 @@ int64_t decode_floats_of(const Floats& floats) {
       for (int64_t n = 0; n < octets; ++n)
         for (uint32_t left = planes[n] & planes[octets + n] & planes[2 * octets + n]; left; left &= left - 1) {
           const int64_t k = 8 * n + __builtin_ctz(left);
-          if (k < length && next >= escapes_start && next < floats.exponent_bytes) out[k] = element(k, exponents[next]);
+          if (k < length && next >= escapes_start && next < floats.section_bytes) out[k] = element(k, sections[next]);
           ++next;
         }
     });
-  }
-  return -1;
+  });
+}
+
+// The bits of mantissa * 2^-m, which is exact.
+uint32_t magnitude_bits(FP32, uint32_t mantissa) {
+  const float magnitude = static_cast<float>(static_cast<int32_t>(mantissa)) * (1.0f / (1 << FP32::kMantissa));
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  return bits;
+}
+
+// In fp32 the exponent is larger by 112, and the mantissa ends with 13 zeros. No magnitude is a denormal.
+uint32_t magnitude_bits(FP16, uint32_t mantissa) {
+  const float magnitude = static_cast<float>(static_cast<int32_t>(mantissa)) * (1.0f / (1 << FP16::kMantissa));
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  return mantissa == 0 ? 0 : (bits >> 13) - (112u << FP16::kMantissa);
+}
+
+template <typename Float>
+int64_t decode_elf(const Floats& floats) {
+  using Stored = typename Float::Stored;
+  const int64_t length = floats.length, octets = (length + 7) / 8;
+  const int64_t exceptions_start = (16 + floats.lines * Float::kHighBits * octets + 7) / 8 * 8;
+  std::vector<uint64_t> high(octets);
+  const uint8_t* high_bits = reinterpret_cast<const uint8_t*>(high.data());
+  return decode_checked<Float>(floats, [&](const uint8_t* values, const uint8_t* sections, int64_t matrix) {
+    write_matrix<Stored>(floats, matrix, [&](int64_t line, Stored* out) {
+      const uint8_t* line_values = values + line * length * Float::kBytes;
+      Float::unpack_high(sections + 16 + line * Float::kHighBits * octets, octets, high.data());
+      for (int64_t k = 0; k < length; ++k) {
+        const uint32_t bits = Float::fraction(line_values, high_bits, k);
+        const uint32_t sign = bits >> Float::kMantissa << (Float::kMantissa + Float::kExponent);
+        out[k] = static_cast<Stored>(magnitude_bits(Float(), bits & Float::kMask) | sign);
+      }
+    });
+    Stored* target = static_cast<Stored*>(floats.target) + matrix * floats.matrix_stride;
+    for (int64_t offset = exceptions_start; offset < floats.section_bytes; offset += 8) {
+      int32_t index;
+      Stored value;
+      std::memcpy(&index, sections + offset, sizeof index);
+      std::memcpy(&value, sections + offset + 4, sizeof value);
+      if (index >= 0 && index < floats.lines * length)
+        target[index / length * floats.line_stride + index % length * floats.element_stride] = value;
+    }
+  });
 }
 
 }  // namespace
 
-extern "C" int64_t decode_floats(const Floats* floats, int64_t number) {
-  if (number == 0) return decode_floats_of<8, 7, uint16_t>(*floats);
-  if (number == 1) return decode_floats_of<5, 10, uint16_t>(*floats);
-  return decode_floats_of<8, 23, uint32_t>(*floats);
+extern "C" int64_t decode_floats(const Floats* floats, int64_t number, int64_t is_elf) {
+  if (is_elf) return number == 1 ? decode_elf<FP16>(*floats) : decode_elf<FP32>(*floats);
+  if (number == 0) return decode_lossless<BF16>(*floats);
+  if (number == 1) return decode_lossless<FP16>(*floats);
+  return decode_lossless<FP32>(*floats);
 }
 
 extern "C" int64_t has_half() {

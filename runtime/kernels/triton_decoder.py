@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Role
-from moepass.models.layouts.lossless import LosslessFormula
+from moepass.models.layouts.packed_floats import PackedFormula
 from moepass.runtime.kernels.stored_lines import StoredLines, stored_lines
 
 # A tile is as wide as it is high, because the target may be transposed. 64 bf16 elements are a cache line.
@@ -141,90 +142,107 @@ def launch_arguments(lines: StoredLines) -> tuple[list[Any], dict[str, Any]]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decode_float_tiles(  # type: ignore[no-untyped-def]
-    fractions,
-    exponents,
+    values,
+    sections,
     target,
     lines,
     length,
-    exponent_bytes,
+    section_bytes,
     matrix_stride,
     line_stride,
     element_stride,
+    is_elf: tl.constexpr,
     exponent_bits: tl.constexpr,
     mantissa_bits: tl.constexpr,
-    fraction_bytes: tl.constexpr,
-    planes: tl.constexpr,
+    value_bytes: tl.constexpr,
+    code_planes: tl.constexpr,
+    row_bytes: tl.constexpr,
+    high_bits: tl.constexpr,
     lines_of_program: tl.constexpr,
     tile_size: tl.constexpr,
 ):
-    """Decode some lines of a matrix, tile by tile; `models/layouts/lossless.py` describes the bytes.
+    """Decode some lines of a matrix, tile by tile; lossless.py and elf.py in models/layouts describe the bytes.
 
-    `target` points to integers of the size of the floats.
+    `target` points to integers of the size of the floats. Exceptions are not written.
     """
     octets = tl.cdiv(length, 8)
     programs = tl.cdiv(lines, lines_of_program)
     matrix = (tl.program_id(0) // programs).to(tl.int64)
     line = (tl.program_id(0) % programs * lines_of_program + tl.arange(0, lines_of_program))[:, None]
     is_line = line < lines
-    packed = exponents + matrix * exponent_bytes
-    row = packed + 16 + line * 8
-    base = tl.load(row, mask=is_line, other=0).to(tl.int32)
-    next_escape = tl.zeros([lines_of_program, 1], tl.int32)
-    for byte in tl.static_range(4):
-        next_escape |= tl.load(row + 4 + byte, mask=is_line, other=0).to(tl.int32) << (8 * byte)
-    line_planes = packed + 16 + lines * 8 + line * (planes * octets)
-    escapes_start = 16 + lines * (8 + planes * octets)
-    escapes = exponent_bytes - escapes_start
+    packed = sections + matrix * section_bytes
+    line_planes = packed + 16 + lines * row_bytes + line * ((code_planes + high_bits) * octets)
+    escapes_start = 16 + lines * (row_bytes + (code_planes + high_bits) * octets)
+    if not is_elf:
+        row = packed + 16 + line * row_bytes
+        base = tl.load(row, mask=is_line, other=0).to(tl.int32)
+        next_escape = tl.zeros([lines_of_program, 1], tl.int32)
+        for byte in tl.static_range(4):
+            next_escape |= tl.load(row + 4 + byte, mask=is_line, other=0).to(tl.int32) << (8 * byte)
 
     for first in range(0, length, tile_size):
         element = (first + tl.arange(0, tile_size))[None, :]
         is_inside = is_line & (element < length)
-        code = tl.zeros([lines_of_program, tile_size], tl.int32)
-        for plane in tl.static_range(3):
-            octet = tl.load(line_planes + plane * octets + element // 8, mask=is_inside, other=0).to(tl.int32)
-            code |= (octet >> (element % 8) & 1) << plane
-        is_escape = ((code == 7) & is_inside).to(tl.int32)
-        escape = next_escape + tl.cumsum(is_escape, 1) - 1
-        is_stored = (is_escape != 0) & (escape >= 0) & (escape < escapes)
-        escaped = tl.load(packed + escapes_start + escape, mask=is_stored, other=0).to(tl.int32)
-        exponent = tl.where(is_escape != 0, escaped, base + code)
-        next_escape += tl.sum(is_escape, 1)[:, None]
-
         fraction = tl.zeros([lines_of_program, tile_size], tl.int32)
-        stored = fractions + ((matrix * lines + line) * length + element) * fraction_bytes
-        for byte in tl.static_range(fraction_bytes):
+        stored = values + ((matrix * lines + line) * length + element) * value_bytes
+        for byte in tl.static_range(value_bytes):
             fraction |= tl.load(stored + byte, mask=is_inside, other=0).to(tl.int32) << (8 * byte)
-        for plane in tl.static_range(3, planes):
-            octet = tl.load(line_planes + plane * octets + element // 8, mask=is_inside, other=0).to(tl.int32)
-            fraction |= (octet >> (element % 8) & 1) << (8 * fraction_bytes + plane - 3)
-        bits = (fraction & ((1 << mantissa_bits) - 1)) | (exponent << mantissa_bits)
+        for bit in tl.static_range(high_bits):
+            plane = line_planes + (code_planes + bit) * octets
+            octet = tl.load(plane + element // 8, mask=is_inside, other=0).to(tl.int32)
+            fraction |= (octet >> (element % 8) & 1) << (8 * value_bytes + bit)
+        mantissa = fraction & ((1 << mantissa_bits) - 1)
+
+        if is_elf:
+            magnitude = mantissa.to(tl.float32) * (1.0 / (1 << mantissa_bits))
+            bits = magnitude.to(tl.int32, bitcast=True)
+            if exponent_bits == 5:  # an exact conversion, which Triton's interpreter has not
+                bits = tl.where(mantissa == 0, 0, (bits >> 13) - (112 << mantissa_bits))
+        else:
+            code = tl.zeros([lines_of_program, tile_size], tl.int32)
+            for bit in tl.static_range(code_planes):
+                octet = tl.load(line_planes + bit * octets + element // 8, mask=is_inside, other=0).to(tl.int32)
+                code |= (octet >> (element % 8) & 1) << bit
+            is_escape = ((code == 7) & is_inside).to(tl.int32)
+            escape = escapes_start + next_escape + tl.cumsum(is_escape, 1) - 1
+            is_stored = (is_escape != 0) & (escape >= escapes_start) & (escape < section_bytes)
+            escaped = tl.load(packed + escape, mask=is_stored, other=0).to(tl.int32)
+            next_escape += tl.sum(is_escape, 1)[:, None]
+            bits = (tl.where(is_escape != 0, escaped, base + code) << mantissa_bits) | mantissa
         bits |= (fraction >> mantissa_bits) << (mantissa_bits + exponent_bits)
         address = target + matrix * matrix_stride + line * line_stride + element * element_stride
         tl.store(address, bits.to(target.dtype.element_ty), mask=is_inside)
 
 
-def decode_floats_by_triton(
-    formula: LosslessFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor
-) -> None:
+def decode_floats_by_triton(formula: PackedFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
     """Decode the matrices of contiguous `stored` tensors, each [experts, ...], into `target` of the formula's dtype."""
+    if not target.numel():
+        return
     programs = target.shape[0] * triton.cdiv(target.shape[1 + formula.is_transposed], FLOAT_LINES)
-    if programs and target.numel():
-        arguments, constants = float_arguments(formula, stored, target)
-        decode_float_tiles[programs,](*arguments, **constants, **FLOAT_OPTIONS)
+    arguments, constants = float_arguments(formula, stored, target)
+    decode_float_tiles[programs,](*arguments, **constants, **FLOAT_OPTIONS)
+    if isinstance(formula, ElfFormula):
+        lines = arguments[2]
+        indices, values = formula.exceptions(stored)
+        matrices = torch.arange(len(lines), device=lines.device)[:, None].expand_as(indices)
+        lines.index_put_((matrices, indices // lines.shape[2], indices % lines.shape[2]), values)
 
 
 def float_arguments(
-    formula: LosslessFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor
+    formula: PackedFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments and the constants by which the kernel decodes packed floats."""
-    number, exponents = formula.type, stored[Role.EXPONENTS]
+    number, sections = formula.type, stored[Role.SECTIONS]
     lines = target.view(number.integer)
     lines = lines.transpose(-1, -2) if formula.is_transposed else lines
-    return [stored[Role.VALUES], exponents, lines, *lines.shape[1:], exponents.shape[-1], *lines.stride()], {
+    return [stored[Role.VALUES], sections, lines, *lines.shape[1:], sections.shape[-1], *lines.stride()], {
+        "is_elf": isinstance(formula, ElfFormula),
         "exponent_bits": number.exponent_bits,
         "mantissa_bits": number.mantissa_bits,
-        "fraction_bytes": number.fraction_bytes,
-        "planes": number.planes,
+        "value_bytes": number.value_bytes,
+        "code_planes": formula.code_planes,
+        "row_bytes": formula.row_bytes,
+        "high_bits": number.high_bits,
         "lines_of_program": FLOAT_LINES,
         "tile_size": TILE,
     }

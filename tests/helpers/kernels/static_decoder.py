@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
-from moepass.models.layouts.lossless import FLOAT_TYPES, LosslessFormula
 from moepass.runtime.kernels.stored_lines import stored_lines
 from moepass.runtime.kernels.triton_decoder import (
     FLOAT_OPTIONS,
@@ -22,6 +22,7 @@ from moepass.runtime.kernels.triton_decoder import (
     launch_arguments,
 )
 from tests.helpers.kernels.gpu_code import compile_kernel
+from tests.helpers.kernels.packed_floats import FORMULAS
 from tests.helpers.kernels.stored_matrices import INTEGERS
 
 EXPERTS, ROWS, COLUMNS = 8, 1024, 2048
@@ -52,14 +53,16 @@ def main() -> None:
             sizes = (COLUMNS, ROWS) if formula.is_transposed else (ROWS, COLUMNS)
             lines = stored_lines(formula, stored, torch.empty(EXPERTS, *sizes, dtype=torch.bfloat16))
             kernels.append((name, decode_tiles, launch_arguments(lines), OPTIONS))
-        for number, float_type in FLOAT_TYPES.items():
+        for packed_formula in FORMULAS:
+            float_type = packed_formula.type
             floats = {
-                Role.VALUES: torch.empty(EXPERTS, ROWS, COLUMNS * float_type.fraction_bytes, dtype=bytes8),
-                Role.EXPONENTS: torch.empty(EXPERTS, LosslessFormula(number).least_bytes(ROWS, COLUMNS), dtype=bytes8),
+                Role.VALUES: torch.empty(EXPERTS, ROWS, COLUMNS * float_type.value_bytes, dtype=bytes8),
+                Role.SECTIONS: torch.empty(EXPERTS, packed_formula.least_bytes(ROWS, COLUMNS), dtype=bytes8),
             }
             target = torch.empty(EXPERTS, ROWS, COLUMNS, dtype=float_type.dtype)
-            arguments = float_arguments(LosslessFormula(number), floats, target)
-            kernels.append((f"lossless {number}", decode_float_tiles, arguments, FLOAT_OPTIONS))
+            arguments = float_arguments(packed_formula, floats, target)
+            format = "elf" if isinstance(packed_formula, ElfFormula) else "lossless"
+            kernels.append((f"{format} {packed_formula.number}", decode_float_tiles, arguments, FLOAT_OPTIONS))
     codes = []
     for name, kernel, arguments, options in kernels:
         for capability in (80, 90, 100):

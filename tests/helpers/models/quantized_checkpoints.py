@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from moepass.models.layouts.lossless import LosslessFormula
-from moepass.models.layouts.published import lossless_suffixes
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -200,7 +199,7 @@ def lossless(matrix: torch.Tensor) -> Encoded:
     formula = LosslessFormula("bf16")
     stored = formula.encode(matrix.bfloat16())
     stored = formula.padded(stored, formula.least_bytes(*matrix.shape) + matrix.numel() // 8)
-    return {suffix: stored[role] for role, suffix in lossless_suffixes("bf16").items()}, matrix
+    return {suffix: stored[role] for role, suffix in formula.suffixes.items()}, matrix
 
 
 def _tensors(format: str, **weights: Any) -> dict[str, Any]:

@@ -27,5 +27,5 @@ def test_the_packed_demo_scores_the_same(tmp_path: Path) -> None:
     again = _run("pack", str(packed), "-o", str(tmp_path / "again"))
     assert again.returncode == 1
     assert again.stderr == (
-        f"moepass: error: {packed} is quantised or packed already; packing needs weights in bf16, fp16 or fp32\n"
+        f"moepass: error: {packed} is quantised or packed already; packing needs weights in bf16 or fp16 or fp32\n"
     )

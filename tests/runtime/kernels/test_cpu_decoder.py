@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from moepass.models.errors import CheckpointError
 from moepass.models.layouts.layout import MatrixFormula, Number, Role
-from moepass.models.layouts.lossless import LosslessFormula
 from moepass.runtime.kernels import cpu_decoder
 from moepass.runtime.kernels.cpu_decoder import can_decode, decode_floats_on_cpu, decode_on_cpu
-from tests.helpers.kernels.packed_floats import assert_bits_are_kept, every_float, float_matrices, packed
+from tests.helpers.kernels.packed_floats import Formula, every_float, float_matrices, packed
+from tests.helpers.kernels.packed_floats import assert_bits_of_torch as assert_packed_bits_of_torch
 from tests.helpers.kernels.stored_matrices import (
     DTYPES,
     INTERLEAVED,
@@ -40,20 +40,18 @@ def test_every_code_is_decoded() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(float_matrices(), st.booleans())
-def test_packed_floats_are_decoded(case: tuple[LosslessFormula, torch.Tensor], is_part: bool) -> None:
-    assert_bits_are_kept(decode_floats_on_cpu, case, is_part)
+def test_packed_floats_are_decoded(case: tuple[Formula, torch.Tensor], is_part: bool) -> None:
+    assert_packed_bits_of_torch(decode_floats_on_cpu, case, is_part)
 
 
 def test_every_packed_float_is_decoded() -> None:
     for case in every_float():
-        assert_bits_are_kept(decode_floats_on_cpu, case)
+        assert_packed_bits_of_torch(decode_floats_on_cpu, case)
 
 
 @settings(max_examples=100, deadline=None)
 @given(float_matrices(), st.data())
-def test_a_changed_byte_of_packed_floats_is_an_error(
-    case: tuple[LosslessFormula, torch.Tensor], data: st.DataObject
-) -> None:
+def test_a_changed_byte_of_packed_floats_is_an_error(case: tuple[Formula, torch.Tensor], data: st.DataObject) -> None:
     formula, matrices = case
     stored = packed(formula, matrices)
     changed = stored[data.draw(st.sampled_from(sorted(stored)))].flatten()

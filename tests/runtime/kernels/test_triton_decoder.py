@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.models.layouts.layout import MatrixFormula, Role
-from moepass.models.layouts.lossless import LosslessFormula
 from moepass.runtime.kernels.triton_decoder import decode_by_triton, decode_floats_by_triton
-from tests.helpers.kernels.packed_floats import assert_bits_are_kept, every_float, float_matrices
+from tests.helpers.kernels.packed_floats import Formula, every_float, float_matrices
+from tests.helpers.kernels.packed_floats import assert_bits_of_torch as assert_packed_bits_of_torch
 from tests.helpers.kernels.stored_matrices import assert_bits_of_torch, every_code, stored_matrices
 
 
@@ -35,14 +35,14 @@ def test_every_code_is_decoded() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(float_matrices(), st.booleans())
-def test_packed_floats_are_decoded(case: tuple[LosslessFormula, torch.Tensor], is_part: bool) -> None:
-    assert_bits_are_kept(decode_floats_by_triton, case, is_part)
+def test_packed_floats_are_decoded(case: tuple[Formula, torch.Tensor], is_part: bool) -> None:
+    assert_packed_bits_of_torch(decode_floats_by_triton, case, is_part)
 
 
 @pytest.mark.slow
 def test_every_packed_float_is_decoded() -> None:
     for case in every_float():
-        assert_bits_are_kept(decode_floats_by_triton, case)
+        assert_packed_bits_of_torch(decode_floats_by_triton, case)
 
 
 @pytest.mark.slow
@@ -62,6 +62,8 @@ def test_the_kernels_compile_for_gpus_without_spills() -> None:
             "lossless bf16",
             "lossless fp16",
             "lossless fp32",
+            "elf fp16",
+            "elf fp32",
         )
     }
     for code in codes:

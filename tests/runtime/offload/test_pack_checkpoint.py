@@ -18,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import moepass
 from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError, MoepassError
+from moepass.models.layouts.published import PackedFormat
 from moepass.runtime.offload import pack_checkpoint as packing
 from moepass.runtime.offload.pack_checkpoint import PackReport, pack_checkpoint
 from tests.helpers.models.quantized_checkpoints import FORMS, save_quantized
@@ -33,8 +34,8 @@ def _saved(folder: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.b
     return folder
 
 
-def _pack(source: Path, target: Path) -> PackReport:
-    return pack_checkpoint(source, target, lambda done, total: None)
+def _pack(source: Path, target: Path, format: PackedFormat = "lossless") -> PackReport:
+    return pack_checkpoint(source, target, format, lambda done, total: None)
 
 
 def _assert_same_weights(first: Path, second: Path) -> None:
@@ -84,6 +85,22 @@ def test_packed_experts_stream_from_every_home(home: str, tmp_path: Path) -> Non
     assert [(format.decoder, format.link_bytes < format.slot_bytes) for format in formats] == [
         ("lossless bf16", True)
     ] * 2
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2**-24), (torch.float16, 2**-11)], ids=str)
+def test_elf_keeps_its_bound_and_reports_the_error(dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source", dtype=dtype)
+    report = _pack(source, tmp_path / "packed", "elf")
+    assert report.packed_bytes < 0.8 * report.expert_bytes
+    expected, state = load_model(source).state_dict(), load_model(tmp_path / "packed").state_dict()
+    errors = [float((weight.double() - expected[name].double()).abs().max()) for name, weight in state.items()]
+    assert 0 < max(errors) <= bound
+    assert report.largest_error == max(errors)
+    streamed = moepass.load_pretrained(tmp_path / "packed")
+    inputs = tiny_inputs(streamed)
+    assert torch.equal(streamed(**inputs).logits, load_model(tmp_path / "packed")(**inputs).logits)
+    with pytest.raises(CheckpointError, match="has no experts in fp16 or fp32, which elf packing takes"):
+        _pack(_saved(tmp_path / "bf16"), tmp_path / "none", "elf")
 
 
 def test_what_does_not_become_smaller_stays_as_it_is(tmp_path: Path) -> None:
@@ -186,11 +203,11 @@ def test_bad_sources_and_targets(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is quantised or packed already"):
         _pack(tmp_path / "packed", tmp_path / "twice")
     other = _saved(tmp_path / "other")
-    with pytest.raises(InputError, match=r"was packed from .*source at another time"):
+    with pytest.raises(InputError, match=r"was begun with other files, or in another format: .*source in lossless"):
         _pack(other, tmp_path / "packed")
     dense = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, head_dim=16)
     Qwen3ForCausalLM(dense).save_pretrained(tmp_path / "dense")
-    with pytest.raises(CheckpointError, match="has no experts in bf16, fp16 or fp32"):
+    with pytest.raises(CheckpointError, match="has no experts in bf16 or fp16 or fp32, which lossless packing takes"):
         _pack(tmp_path / "dense", tmp_path / "none")
 
 
