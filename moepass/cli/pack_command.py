@@ -27,8 +27,8 @@ class PackOptions(Struct, frozen=True, kw_only=True):
     expert_format: Annotated[
         Literal["lossless", "elf"],
         option(
-            "**lossless** keeps every bit. **elf** packs fp32 into 0.75 and fp16 into 0.69 of the bytes, with an absolute "
-            "error of at most 2^-24 or 2^-11 per weight."
+            "**lossless** keeps every bit. **elf** packs fp32 into 0.75 and fp16 into 0.69 of the bytes, with an "
+            "absolute error of at most 2^-24 or 2^-11 per weight."
         ),
     ] = "lossless"
 
