@@ -15,6 +15,7 @@ import dataclasses
 from moepass.models.formulas.communication import background_bytes
 from moepass.models.formulas.layers import model_flops
 from moepass.models.formulas.saturation import GAMMA, Saturation
+from moepass.passes.ir.bank_format import ring_bytes
 from moepass.passes.ir.planner_decisions import ASYNCEP, Decisions, DeviceMemory
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.machine.layer_times import sequences_of
@@ -246,6 +247,6 @@ def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
         streamed = count - resident
         tokens = threshold(setting, layer, planned.transfer_seconds * streamed / count, gamma).tokens
         slots = min(DEFAULT_SLOTS, streamed)
-        ring = slots * slot + (bank.encoded_bytes if streamed else 0)
+        ring = ring_bytes(slots, slot, bank.encoded_bytes if streamed else 0)
         points.append(ThresholdPoint(resident, resting + ring + resident * nbytes + streamed * shard, tokens))
     return tuple(points)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from moepass.passes.ir.bank_format import ring_bytes
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.shards import slot_layout
@@ -114,7 +115,7 @@ class RingSchedule:
         resident: phases whose banks are resident on the device
         order: all other phases with a bank, in the order of need
         shard_bytes: bytes of the shards of streamed banks on the device
-        encoded_buffer_bytes: size of the buffer from which encoded banks are decoded into slots
+        encoded_buffer_bytes: size of each buffer from which encoded banks are decoded into slots
     """
 
     slots: int
@@ -132,8 +133,8 @@ class RingSchedule:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of slots and of the encoded buffer."""
-        return self.slots * self.slot_bytes + self.encoded_buffer_bytes
+        """Bytes of slots and of encoded buffers."""
+        return ring_bytes(self.slots, self.slot_bytes, self.encoded_buffer_bytes)
 
     @property
     def memory_bytes(self) -> int:

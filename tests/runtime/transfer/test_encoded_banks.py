@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 import moepass
 from moepass.models.errors import InputError
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import GatherSignature
 from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
 from moepass.runtime.homes.options import packers
 from moepass.runtime.kernels.decoders import decode_bank
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.copier import Copier
-from moepass.runtime.transfer.copying import CopyError, DecodeAction
+from moepass.runtime.transfer.copying import CopyError, DecodeAction, SlotCopy
 from moepass.runtime.transfer.lanes import StreamLane
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.ring import Ring
@@ -73,7 +74,7 @@ def test_sizes_at_rest_on_the_link_and_in_the_slot_differ() -> None:
         assert sizes.link_bytes == sizes.home_bytes < sizes.slot_bytes
         assert bank.shard.numel() == sizes.home_bytes
     largest = _store(model).banks[0].spec.format
-    assert _store(model).ring_bytes == 2 * largest.slot_bytes + largest.link_bytes
+    assert _store(model).ring_bytes == 2 * largest.slot_bytes + 2 * largest.link_bytes
 
 
 def test_uncompiled_code_reads_decoded_banks() -> None:
@@ -192,19 +193,38 @@ def _run(ring: Ring, graph: int, numbers: list[int], slots: int, read: Callable[
     slots = min(slots, len(numbers))
     banks = [BANKS[number] for number in numbers]
 
-    def fill(number: int, after: object) -> object:
+    copied: list[object] = []
+    filled: list[object] = []
+
+    def copy_ahead() -> None:
+        """Copy encoded banks that come next, while an encoded buffer is free."""
+        while len(copied) < len(banks) and banks[len(copied)].spec.format.is_encoded:
+            if sum(bank.spec.format.is_encoded for bank in banks[len(filled) : len(copied)]) == ENCODED_BUFFERS:
+                break
+            copy(None)
+
+    def copy(after: object) -> None:
+        number = len(copied)
+        copied.append(ring.prefetch([banks[number].shard], banks[number].spec, number % slots, after))
+
+    def fill(after: object) -> None:
+        number = len(filled)
         spec, slot = banks[number].spec, number % slots
-        copied = ring.prefetch([banks[number].shard], spec, slot, after)
-        return ring.decode(copied, spec, slot) if spec.format.is_encoded else copied
+        if number == len(copied):
+            copy(None if spec.format.is_encoded else after)
+        filled.append(ring.decode(copied[number], spec, slot, after) if spec.format.is_encoded else copied[number])
+        if number + 1 >= slots:
+            copy_ahead()
 
     with ring.run(graph, GatherSignature(slots=slots)):
-        filled = [fill(number, None) for number in range(slots)]
+        for _ in range(slots):
+            fill(None)
         for number, bank in enumerate(banks):
             slot, refill = number % slots, number + slots
             read(ring.acquire(filled[number], bank.spec, slot), PLAIN[numbers[number]])
             done = ring.release(slot, last=refill >= len(banks))
             if refill < len(banks):
-                filled.append(fill(refill, done))
+                fill(done)
 
 
 def _wrong_reads(
@@ -255,46 +275,64 @@ def test_every_bank_is_decoded_correctly(
     assert _wrong_reads(seed, slots, runs, order, is_issued=is_issued) == []
 
 
-def _decode_on_the_compute_stream(copier: Copier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
-    decoder(*memory)
+def _decode_on_the_compute_stream(
+    copier: Copier, copied: Any, decoder: Any, encoded: torch.Tensor, slot: torch.Tensor, after: object
+) -> object:
+    decoder(encoded, slot)
     return copied
 
 
-def _forget_the_decode(copier: Copier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
-    decode = _decode(copier, copied, decoder, *memory)
+def _forget_the_decode(copier: Copier, copied: Any, *arguments: Any) -> object:
+    decode = _decode(copier, copied, *arguments)
     decode.performed = copied.performed
     return decode
 
 
-def _fill_ahead_before_the_decode(ring: Ring, fetch: Fetch, buffer: int, after: object) -> object:
-    """Fill the encoded buffer with another bank before the prefetched bank is decoded, which `prefetch` must not do."""
-    filled = _begin_copy(ring, fetch, buffer, after)
-    if fetch.bank.format.is_encoded:
-        _begin_copy(ring, Fetch(BANKS[4].spec, ring.home.sources(BANKS[4].spec, [BANKS[4].shard])), buffer, after)
-    return filled
+def _decode_into_a_slot_in_use(copier: Copier, copied: Any, *arguments: Any) -> object:
+    return _decode(copier, copied, *arguments[:-1], None)
+
+
+def _wait_for_the_slot_alone(copy: SlotCopy) -> Iterator[object]:
+    yield copy.after
+
+
+def _copy_during_the_last_decode(copier: Copier, fetch: Fetch, target: torch.Tensor, after: object, _: object) -> object:
+    return _submit(copier, fetch, target, after)
+
+
+def _forget_what_was_dropped(ring: Ring, buffer: int) -> None:
+    _drop_ahead(ring, buffer)
+    ring._dropped.clear()
 
 
 def _decode_nothing(decode: DecodeAction, *arguments: object) -> None:
     pass
 
 
-_decode, _begin_copy = Copier.decode, Ring._begin_copy
+_decode, _submit, _drop_ahead = Copier.decode, Copier.submit, Ring._drop_ahead
 
 
+@pytest.mark.parametrize("is_issued", [False, True])
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
         (Copier, "decode", _decode_on_the_compute_stream),
         (Copier, "decode", _forget_the_decode),
-        (Ring, "_begin_copy", _fill_ahead_before_the_decode),
+        (Copier, "decode", _decode_into_a_slot_in_use),
+        (SlotCopy, "_awaited", _wait_for_the_slot_alone),
+        (Copier, "submit", _copy_during_the_last_decode),
+        (Ring, "_drop_ahead", _forget_what_was_dropped),
         (DecodeAction, "fill", _decode_nothing),
     ],
 )
-def test_the_emulation_notices_a_decode_out_of_order(owner: type, method: str, broken: Callable[..., Any]) -> None:
-    runs, order = [[0, 2, 4, 1], [3, 2, 0]], [0, 0, 1, 0, 1, 1, 0]
+def test_the_emulation_notices_an_order_that_is_missing(
+    owner: type, method: str, broken: Callable[..., Any], is_issued: bool
+) -> None:
+    runs, order = [[0, 2, 4, 1], [3, 2, 0], [1, 3, 1]], [0, 0, 1, 0, 1, 2, 1, 0, 2, 0, 1]
     with mock.patch.object(owner, method, broken):
-        is_issued = owner is DecodeAction
-        assert any(_wrong_reads(seed, 1, runs, order, is_issued=is_issued) for seed in range(120))
+        assert any(
+            _wrong_reads(seed, slots, runs, order, is_issued=is_issued) for seed in range(120) for slots in (1, 2)
+        )
 
 
 def test_a_copy_is_decoded_once() -> None:
@@ -303,8 +341,8 @@ def test_a_copy_is_decoded_once() -> None:
     bank = BANKS[0]
     with ring.run("run", GatherSignature(slots=1)):
         copied = ring.prefetch([bank.shard], bank.spec, 0, None)
-        filled = ring.decode(copied, bank.spec, 0)
+        filled = ring.decode(copied, bank.spec, 0, None)
         with pytest.raises(InputError, match=r"layers\.0 was decoded already"):
-            ring.decode(copied, bank.spec, 0)
+            ring.decode(copied, bank.spec, 0, None)
         assert holds(ring.acquire(filled, bank.spec, 0), PLAIN[0])
         ring.release(0, last=True)
