@@ -121,8 +121,9 @@ class Block(ReportPart, frozen=True):
 class SaturationPart(ReportPart, frozen=True):
     """The saturation threshold of the typical MoE layer.
 
-    `gather_seconds` end when the bank is in its slot; `decode_seconds` are a part of them, 0 for a bank that travels as
-    it is there. `values` has the values of the symbols in `formula`.
+    A bank takes `gather_seconds` over the link, and then `decode_seconds`, in which the next bank is on the link; 0 for a
+    bank that travels as it is in its slot. The longer of the two must be hidden. `values` has the values of the symbols
+    in `formula`.
     """
 
     gather_bytes: float
