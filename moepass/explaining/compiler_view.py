@@ -63,7 +63,11 @@ def _rows(explanation: Explanation, plan: Plan) -> Iterator[tuple[str, str]]:
     experts, other_text = decimal(explanation.expert_bytes), decimal(explanation.other_bytes)
     if plan.slot_stays:
         ring = f"{decimal(plan.device_bank_bytes)} = {count_of(plan.slots, 'slot')} x {decimal(plan.slot_bytes)}"
-        ring += f" + {ENCODED_BUFFERS} x {decimal(plan.encoded_buffer_bytes)} to decode from" if plan.encoded_buffer_bytes else ""
+        ring += (
+            f" + {ENCODED_BUFFERS} x {decimal(plan.encoded_buffer_bytes)} to decode from"
+            if plan.encoded_buffer_bytes
+            else ""
+        )
         memory = f"ring on the device {ring} (one bank); all experts {experts}, in host memory; "
     else:
         memory = f"experts {experts}; " if explanation.expert_bytes else ""

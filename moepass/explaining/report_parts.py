@@ -121,9 +121,9 @@ class Block(ReportPart, frozen=True):
 class SaturationPart(ReportPart, frozen=True):
     """The saturation threshold of the typical MoE layer.
 
-    A bank takes `gather_seconds` over the link, and then `decode_seconds`, in which the next bank is on the link; 0 for a
-    bank that travels as it is in its slot. The longer of the two must be hidden. `values` has the values of the symbols
-    in `formula`.
+    A bank is on the link for `gather_seconds`, and is then decoded for `decode_seconds` (0 if it travels as it is in
+    its slot) while the next bank is on the link, so the longer of the two must be hidden. `values` has the values of
+    the symbols in `formula`.
     """
 
     gather_bytes: float

@@ -138,11 +138,10 @@ def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any
 
 
 def decode(copied: Any, *, bank: int, slot: int, after: Any) -> Any:
-    """Decode the bank of the prefetch `copied` into `slot` after the event `after`, and return the event "the slot is
-    full".
+    """Decode `bank` into `slot` after the event `after`, and return the event "the slot is full".
 
-    `after` is a release, or None for a fresh slot. Decodes have a stream or thread of their own, so that the next bank
-    is copied at the same time.
+    `copied` is the bank's prefetch, and `after` a release, or None for a fresh slot. Decodes have a stream or thread of
+    their own, so that the next bank is copied at the same time.
     """
     _not_executable("decode")
 

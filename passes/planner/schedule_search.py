@@ -206,8 +206,9 @@ def steady_step(
 
 
 def _worked(now: float, seconds: float, busy: deque[tuple[float, float]], slowdown: float) -> float:
-    """Return when a computation of `seconds` that begins now ends, if it is slowed down by `slowdown` in `busy` times,
-    which are sorted by their beginnings.
+    """Return when a computation of `seconds` that begins now ends, if busy lanes slow it down by `slowdown`.
+
+    The `busy` times are sorted by their beginnings, and may overlap.
     """
     while busy and seconds > 0:
         begun, ended = busy[0]

@@ -75,9 +75,7 @@ class Copier:
         # The moments at which the computation began to wait, and at which it went on.
         self._waits: deque[tuple[Moment, Moment]] = deque()
 
-    def submit(
-        self, fetch: Fetch, target: torch.Tensor, after: object, decoded: SlotCopy | None = None
-    ) -> SlotCopy:
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object, decoded: SlotCopy | None = None) -> SlotCopy:
         """Start to copy `fetch` into `target`, flat uint8, once the moment `after` of `event` has passed.
 
         The target is an encoded buffer, which `decode` reads, or a slot. `decoded` is the last decode from this buffer,

@@ -242,11 +242,10 @@ class Ring:
         return cached[1]
 
     def decode(self, copied: object, bank: BankSpec, slot: int, after: object) -> SlotCopy:
-        """Start to decode `bank` from `copied`, its prefetch, into `slot` once `after` has passed; return the copy to
-        acquire.
+        """Start to decode `bank` into `slot` once `after` has passed; return the copy to acquire.
 
-        `after` is a moment that `release` returned, or None if the run has not used the slot before. Raises InputError
-        if the copy was decoded already.
+        `copied` comes from the bank's prefetch. `after` is a moment that `release` returned, or None if the run has not
+        used the slot before. Raises InputError if the copy was decoded already.
         """
         if not isinstance(copied, EncodedCopy):
             assert isinstance(copied, SlotCopy), "prefetch returned it"
@@ -387,8 +386,8 @@ class Ring:
         is_encoded = fetch.bank.format.is_encoded
         if is_encoded and not self._free_encoded:
             raise InputError(
-                f"bank {fetch.bank.name} cannot be copied: the {ENCODED_BUFFERS} encoded buffers hold banks that are not "
-                "yet decoded; decode one of them first",
+                f"bank {fetch.bank.name} cannot be copied: the {ENCODED_BUFFERS} encoded buffers hold banks that are "
+                "not yet decoded; decode one of them first",
                 name=fetch.bank.name,
             )
         self.home.copying(fetch.bank)
@@ -402,7 +401,7 @@ class Ring:
         return EncodedCopy(self._copier.submit(fetch, target, encoded.after, encoded.decoded), encoded)
 
     def _decode(self, encoded_copy: EncodedCopy, bank: BankSpec, buffer: int, after: object) -> SlotCopy:
-        """Start to decode `bank` into `buffer` once `after` has passed, and free the encoded buffer for the next copy."""
+        """Start to decode `bank` into `buffer` once `after` has passed, and let copies have its encoded buffer."""
         self._statistics.decodes += 1
         # A dropped copy into the buffer precedes the copy whose bytes are decoded, and a dropped decode this decode.
         self._dropped.pop(buffer, None)

@@ -56,8 +56,8 @@ def test_the_threshold_is_that_of_the_bytes_that_travel(name: str, hardware: str
     assert saturation is not None
     assert machine.host_bytes_per_s is not None
     assert saturation.gather_bytes == stored.bank_link_bytes
-    # By hand: seconds of the stored bytes over the link, in which the bank before is decoded in memory, and tokens whose
-    # FLOPs take 1.2 times as long.
+    # By hand: seconds of the stored bytes over the link, in which the bank before is decoded in memory, and tokens
+    # whose FLOPs take 1.2 times as long.
     rate, part = machine.host_bytes_per_s, 1.0
     if report.strategy.home == "peer":
         assert machine.peer_bytes_per_s is not None

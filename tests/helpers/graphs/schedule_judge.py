@@ -123,7 +123,8 @@ class Host:
         # Copies and decodes.
         self.lanes: tuple[list[Copy], list[Copy]] = ([], [])
         # Free encoded buffers, with the last decode from each.
-        self.free_encoded: deque[tuple[int, Copy | None]] = deque((-1 - number, None) for number in range(ENCODED_BUFFERS))
+        self.free_encoded: deque[tuple[int, Copy | None]]
+        self.free_encoded = deque((-1 - number, None) for number in range(ENCODED_BUFFERS))
         self.dropped: dict[int, Copy] = {}
         self.free = list(range(slots))
         self.freed: dict[int, object] = {}
@@ -303,8 +304,8 @@ class _Event:
 COMPUTE, START, END = (0, 0), (1, COPIES), (2, COPIES)
 START_DECODE, END_DECODE = (1, DECODES), (2, DECODES)
 Action = tuple[int, int]
-# Work starts as early and ends as late as possible, so slots are incomplete for as long as possible. Or it ends at once.
-# Or it starts as late as possible. Or copies run as far ahead of decodes as possible, or decodes of copies.
+# Work starts as early and ends as late as possible, so slots are incomplete for as long as possible. Or it ends at
+# once. Or it starts as late as possible. Or copies run as far ahead of decodes as possible, or decodes of copies.
 ADVERSARIES = (
     (START, START_DECODE, COMPUTE, END, END_DECODE),
     (END, END_DECODE, START, START_DECODE, COMPUTE),

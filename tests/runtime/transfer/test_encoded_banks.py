@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import queue
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,16 +20,16 @@ from hypothesis import strategies as st
 import moepass
 from moepass.models.errors import InputError
 from moepass.passes.ir.bank_format import ENCODED_BUFFERS
-from moepass.passes.ir.plan import GatherSignature
+from moepass.passes.ir.plan import BankSpec, GatherSignature
+from moepass.passes.ir.timeline import COPY, DECODE
 from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
 from moepass.runtime.homes.options import packers
 from moepass.runtime.kernels.decoders import decode_bank
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.copying import CopyError, DecodeAction, SlotCopy
-from moepass.runtime.transfer.lanes import StreamLane
-from moepass.runtime.transfer.learned_order import Fetch
-from moepass.runtime.transfer.ring import Ring
+from moepass.runtime.transfer.lanes import HOST_LANE, StreamLane
+from moepass.runtime.transfer.ring import EncodedCopy, Ring
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.processes import halved_format
 from tests.helpers.processes.fake_cuda import FakeCuda
@@ -172,12 +174,12 @@ def test_a_bank_without_its_parts_is_an_error() -> None:
         decode_bank(spec, BANKS[0].shard, torch.empty(spec.format.slot_bytes, dtype=torch.uint8))
 
 
-# ---- On a CUDA that is emulated: decodes on the copy stream ----------------------------------------------------------
+# ---- Copies and decodes on lanes of their own ------------------------------------------------------------------------
 
 
 def _small_bank(index: int) -> Bank:
-    """Return a bank whose numbers identify it."""
-    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
+    """Return a bank whose numbers identify it; banks have different sizes."""
+    tensors = {"up": torch.full((2, 20 + 30 * index), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
     return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
 
 
@@ -227,34 +229,45 @@ def _run(ring: Ring, graph: int, numbers: list[int], slots: int, read: Callable[
                 fill(done)
 
 
-def _wrong_reads(
-    seed: int, slots: int, runs: list[list[int]], order: list[int], *, is_issued: bool = False
-) -> list[str]:
-    """Return the banks that were read wrong. With `is_issued` a thread issues copies and decodes to the stream."""
+# Who does the work: streams of an emulated CUDA, to which the caller or two threads issue it, or two threads of a CPU.
+# Streams and threads are delayed at random.
+LANES = ("streams", "issued", "threads")
+
+
+def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int], lanes: str) -> list[str]:
+    """Return the banks that were read wrong."""
     wrong: list[str] = []
 
     def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
         if not holds(tensors, bank):
             wrong.append(bank.spec.name)
 
+    transport = LateTransport(random.Random(seed))
+    thread = None if lanes == "streams" else transport.copy_thread(ring_module.Link())
+    if lanes == "threads":
+        _run_all(Copier(HOST_LANE, transport, thread), slots, runs, order, check)
+        return wrong
     with FakeCuda(random.Random(seed)).installed() as cuda:
 
         def decode(*arguments: Any) -> None:
             cuda.issue(functools.partial(decode_bank, *arguments))
 
+        def read(*arguments: Any) -> None:
+            cuda.issue(functools.partial(check, *arguments))
+
         with _decoding_by(decode):
-            transport = LateTransport(random.Random(seed))
-            thread = transport.copy_thread(ring_module.Link()) if is_issued else None
-            copier = Copier(StreamLane(CPU), transport, thread)
-            ring = Ring(slots, SIZES[0], CPU, copier)
-            ring.debug = True
-            ring.reserve(slots, *SIZES)
-            for number in order:
-                run = number % len(runs)
-                _run(ring, run, runs[run], slots, lambda *read: cuda.issue(functools.partial(check, *read)))
+            _run_all(Copier(StreamLane(CPU), transport, thread), slots, runs, order, read)
             cuda.finish()
-            del ring
     return wrong
+
+
+def _run_all(copier: Copier, slots: int, runs: list[list[int]], order: list[int], read: Callable[..., object]) -> None:
+    ring = Ring(slots, SIZES[0], CPU, copier)
+    ring.debug = True
+    ring.reserve(slots, *SIZES)
+    for number in order:
+        run = number % len(runs)
+        _run(ring, run, runs[run], slots, read)
 
 
 RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3)
@@ -267,12 +280,12 @@ RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1,
     slots=st.integers(1, 4),
     runs=RUNS,
     order=st.lists(st.integers(0, 2), max_size=8),
-    is_issued=st.booleans(),
+    lanes=st.sampled_from(LANES),
 )
 def test_every_bank_is_decoded_correctly(
-    seed: int, slots: int, runs: list[list[int]], order: list[int], is_issued: bool
+    seed: int, slots: int, runs: list[list[int]], order: list[int], lanes: str
 ) -> None:
-    assert _wrong_reads(seed, slots, runs, order, is_issued=is_issued) == []
+    assert _wrong_reads(seed, slots, runs, order, lanes) == []
 
 
 def _decode_on_the_compute_stream(
@@ -296,8 +309,8 @@ def _wait_for_the_slot_alone(copy: SlotCopy) -> Iterator[object]:
     yield copy.after
 
 
-def _copy_during_the_last_decode(copier: Copier, fetch: Fetch, target: torch.Tensor, after: object, _: object) -> object:
-    return _submit(copier, fetch, target, after)
+def _copy_during_the_last_decode(copier: Copier, *arguments: Any) -> object:
+    return _submit(copier, *arguments[:-1])
 
 
 def _forget_what_was_dropped(ring: Ring, buffer: int) -> None:
@@ -312,32 +325,104 @@ def _decode_nothing(decode: DecodeAction, *arguments: object) -> None:
 _decode, _submit, _drop_ahead = Copier.decode, Copier.submit, Ring._drop_ahead
 
 
-@pytest.mark.parametrize("is_issued", [False, True])
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
-    ("owner", "method", "broken"),
+    ("owner", "method", "broken", "lanes"),
     [
-        (Copier, "decode", _decode_on_the_compute_stream),
-        (Copier, "decode", _forget_the_decode),
-        (Copier, "decode", _decode_into_a_slot_in_use),
-        (SlotCopy, "_awaited", _wait_for_the_slot_alone),
-        (Copier, "submit", _copy_during_the_last_decode),
-        (Ring, "_drop_ahead", _forget_what_was_dropped),
-        (DecodeAction, "fill", _decode_nothing),
+        (Copier, "decode", _decode_on_the_compute_stream, ("streams",)),
+        (Copier, "decode", _forget_the_decode, ("streams",)),
+        (Copier, "decode", _decode_into_a_slot_in_use, ("streams", "issued")),
+        (SlotCopy, "_awaited", _wait_for_the_slot_alone, ("streams", "issued")),
+        (Copier, "submit", _copy_during_the_last_decode, LANES),
+        (Ring, "_drop_ahead", _forget_what_was_dropped, ("streams", "issued")),
+        (DecodeAction, "fill", _decode_nothing, LANES),
     ],
 )
 def test_the_emulation_notices_an_order_that_is_missing(
-    owner: type, method: str, broken: Callable[..., Any], is_issued: bool
+    owner: type, method: str, broken: Callable[..., Any], lanes: tuple[str, ...]
 ) -> None:
     runs, order = [[0, 2, 4, 1], [3, 2, 0], [1, 3, 1]], [0, 0, 1, 0, 1, 2, 1, 0, 2, 0, 1]
     with mock.patch.object(owner, method, broken):
-        assert any(
-            _wrong_reads(seed, slots, runs, order, is_issued=is_issued) for seed in range(120) for slots in (1, 2)
-        )
+        for kind in lanes:
+            assert any(_wrong_reads(seed, slots, runs, order, kind) for seed in range(120) for slots in (1, 2)), kind
+
+
+def _ring() -> Ring:
+    ring = ring_module.make_ring(1, SIZES[0], CPU, ring_module.Link())
+    ring.reserve(1, *SIZES)
+    return ring
+
+
+def test_a_bank_is_copied_while_the_bank_before_it_is_decoded() -> None:
+    """The decode of the first bank ends only after the copy of the second."""
+    ring, (first, second) = _ring(), ENCODED[:2]
+    copies: queue.SimpleQueue[EncodedCopy] = queue.SimpleQueue()
+
+    def decode(bank: BankSpec, *memory: torch.Tensor) -> None:
+        if bank == first.spec:
+            following = copies.get(timeout=60).copied
+            assert following is not None
+            assert following.finished.wait(60), "the copy waits for the decode"
+        decode_bank(bank, *memory)
+
+    with _decoding_by(decode), ring.run("run", GatherSignature(slots=1)):
+        filled = ring.decode(ring.prefetch([first.shard], first.spec, 0, None), first.spec, 0, None)
+        copied = ring.prefetch([second.shard], second.spec, 0, None)
+        assert isinstance(copied, EncodedCopy)
+        copies.put(copied)
+        assert holds(ring.acquire(filled, first.spec, 0), PLAIN[0])
+        filled = ring.decode(copied, second.spec, 0, ring.release(0))
+        assert holds(ring.acquire(filled, second.spec, 0), PLAIN[1])
+        ring.release(0, last=True)
+
+
+def test_a_third_copy_needs_a_decode_first() -> None:
+    ring = _ring()
+    with pytest.raises(InputError, match=r"layers\.2 cannot be copied: the 2 encoded buffers hold banks"):
+        _run_three_copies(ring)
+    # The failed run has freed the buffers.
+    _run(ring, 0, [0, 2, 4], 1, lambda tensors, bank: holds(tensors, bank))
+
+
+def _run_three_copies(ring: Ring) -> None:
+    with ring.run("run", GatherSignature(slots=1)):
+        for bank in ENCODED[:3]:
+            ring.prefetch([bank.shard], bank.spec, 0, None)
+
+
+def test_a_copy_error_of_an_encoded_bank_is_raised_by_the_acquire() -> None:
+    ring, bank = _ring(), ENCODED[0]
+    with pytest.raises(CopyError, match=r"layers\.0 could not be copied .*a source of 4 bytes is read up to byte"):
+        _run_shard(ring, bank, bank.shard[:4])
+    _run_shard(ring, bank, bank.shard)
+
+
+def _run_shard(ring: Ring, bank: Bank, shard: torch.Tensor) -> None:
+    with ring.run("run", GatherSignature(slots=1)):
+        filled = ring.decode(ring.prefetch([shard], bank.spec, 0, None), bank.spec, 0, None)
+        assert holds(ring.acquire(filled, bank.spec, 0), PLAIN[bank.spec.index])
+        ring.release(0, last=True)
+
+
+def test_a_timeline_shows_the_copy_and_the_decode_of_a_bank() -> None:
+    ring = _ring()
+    _run(ring, 0, [0, 2, 4], 1, lambda *read: None)
+    with moepass.record_timeline() as recording:
+        _run(ring, 0, [0, 2, 4], 1, lambda *read: None)
+    timeline = recording.timeline
+    # The first bank was filled before the recording, and again for the next run.
+    names = [ENCODED[number].spec.name for number in (0, 2, 4, 0)]
+    copies, decodes = timeline.on(COPY), timeline.on(DECODE)
+    assert [event.layer for event in copies] == [event.layer for event in decodes] == names
+    for copied, decoded in zip(copies, decodes, strict=True):
+        assert (copied.op, decoded.op) == ("copy", "decode")
+        assert copied.end_seconds <= decoded.start_seconds
+    for earlier, later in [*itertools.pairwise(copies), *itertools.pairwise(decodes)]:
+        assert earlier.end_seconds <= later.start_seconds
 
 
 def test_a_copy_is_decoded_once() -> None:
-    ring = ring_module.make_ring(1, SIZES[0], CPU, ring_module.Link())
-    ring.reserve(1, *SIZES)
+    ring = _ring()
     bank = BANKS[0]
     with ring.run("run", GatherSignature(slots=1)):
         copied = ring.prefetch([bank.shard], bank.spec, 0, None)
