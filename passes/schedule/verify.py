@@ -60,6 +60,7 @@ class ScheduleFacts:
 
     Attributes:
         host_order: position of each node in host order
+        encoded: indices of the encoded banks
         order: the happens-before graph, of nodes on the compute stream and work on the streams beside it
         last_decodes: the last decode from the encoded buffer of each prefetch of an encoded bank; None if its buffer is
             fresh. Prefetches for which no buffer is free are missing
@@ -72,6 +73,7 @@ class ScheduleFacts:
     decodes: tuple[Node, ...]
     acquires: tuple[Node, ...]
     releases: tuple[Node, ...]
+    encoded: frozenset[int]
     order: networkx.DiGraph
     last_decodes: dict[Node, Node | None]
 
@@ -89,7 +91,7 @@ class ScheduleFacts:
 
     def is_encoded(self, filled: Node) -> bool:
         """Return whether the prefetch `filled` copies an encoded bank."""
-        return filled.kwargs["bank"] in encoded_banks(self.plan)
+        return filled.kwargs["bank"] in self.encoded
 
     def slot_writes(self, filled: Node) -> list[Node]:
         """Return the nodes that write the bank of the prefetch `filled` into its slot."""
@@ -132,7 +134,8 @@ def violations(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
 def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
     """Collect the facts that the rules check."""
     nodes = list(graph.nodes)
-    order, last_decodes = _happens_before(nodes, encoded_banks(plan))
+    encoded = frozenset(spec.index for spec in plan.banks if spec.format.is_encoded)
+    order, last_decodes = _happens_before(nodes, encoded)
     return ScheduleFacts(
         graph=graph,
         plan=plan,
@@ -141,14 +144,10 @@ def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
         decodes=tuple(node for node in nodes if is_call(node, decode)),
         acquires=tuple(node for node in nodes if is_call(node, acquire)),
         releases=tuple(node for node in nodes if is_call(node, release)),
+        encoded=encoded,
         order=order,
         last_decodes=last_decodes,
     )
-
-
-def encoded_banks(plan: Plan) -> frozenset[int]:
-    """Return the indices of the encoded banks."""
-    return frozenset(spec.index for spec in plan.banks if spec.format.is_encoded)
 
 
 # Work that a prefetch or a decode starts on a stream beside the compute stream.

@@ -72,17 +72,19 @@ class Copier:
         self._decode_thread: CopyThread | None = None
         # Copies and decodes that no run has waited for yet.
         self._pending: list[SlotCopy] = []
+        # Copies and decodes that no run will wait for, and that may not have ended.
+        self._abandoned: list[SlotCopy] = []
         # The moments at which the computation began to wait, and at which it went on.
         self._waits: deque[tuple[Moment, Moment]] = deque()
 
-    def submit(self, fetch: Fetch, target: torch.Tensor, after: object, decoded: SlotCopy | None = None) -> SlotCopy:
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object, follows: SlotCopy | None = None) -> SlotCopy:
         """Start to copy `fetch` into `target`, flat uint8, once the moment `after` of `event` has passed.
 
-        The target is an encoded buffer, which `decode` reads, or a slot. `decoded` is the last decode from this buffer,
-        or into this slot, if it may still be under way.
+        The target is an encoded buffer, which `decode` reads, or a slot. `follows` is the last decode from this buffer,
+        or abandoned work into this slot.
         """
         action = self._transport.action(fetch.bank, fetch.sources)
-        copy = SlotCopy(fetch.sources, target, fetch.bank.name, action, self._lane, after, decoded)
+        copy = SlotCopy(fetch.sources, target, fetch.bank.name, action, self._lane, after, follows)
         return self._start(copy, self._thread)
 
     def decode(
@@ -143,14 +145,16 @@ class Copier:
         """Drop a copy that no run will wait for."""
         copy.abandoned.set()
         self._pending.remove(copy)
+        self._abandoned = [work for work in (*self._abandoned, copy) if not work.finished.is_set()]
 
     def quiesce(self) -> None:
         """Abandon all copies, and block until they have ended and no issued computation reads a slot, on any stream."""
         for copy in self._pending:
             copy.abandoned.set()
-        for copy in self._pending:
+        for copy in (*self._pending, *self._abandoned):
             copy.finished.wait()
         self._pending.clear()
+        self._abandoned.clear()
         self._synchronize()
 
     def close(self) -> None:

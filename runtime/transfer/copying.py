@@ -92,8 +92,8 @@ class SlotCopy:
         sources: The memory or files to read, into `slot`, flat uint8. Empty for a decode.
         label: The name of the bank, for errors and timelines.
         after: The moment at which the slot is free. None if it is free already.
-        follows: The work, on another lane, that must end before this begins: the copy whose bytes are decoded, or the
-            last decode from the encoded buffer. None once this has ended.
+        follows: The work, on any lane, that must end before this begins: the copy whose bytes are decoded, the last
+            decode from the encoded buffer, or abandoned work into the slot. None once this has ended.
         abandoned: Set once no run needs the bytes; `finished` follows soon.
         finished: Set once the thread has done its part. On a stream the bytes may arrive later: see `filled`.
         performed: The moments at which the copy began and ended, on its lane. None until then.

@@ -390,6 +390,26 @@ def _run_three_copies(ring: Ring) -> None:
             ring.prefetch([bank.shard], bank.spec, 0, None)
 
 
+class _NeverEarly(random.Random):
+    def choice(self, values: Any) -> Any:
+        return 0  # copies that a `LateThread` performs at submission
+
+
+def test_no_dropped_decode_is_forgotten_before_it_ends() -> None:
+    """It would write into its slot during the next copy into it."""
+    transport = LateTransport(_NeverEarly())
+    ring = Ring(1, SIZES[0], CPU, Copier(HOST_LANE, transport, transport.copy_thread(ring_module.Link())))
+    ring.reserve(1, *SIZES)
+    for _ in range(2):
+        _run(ring, 0, [0], 1, lambda *read: None)
+    ahead = ring._ahead[0].filled
+    assert not ahead.finished.is_set()
+    with ring.run(1, GatherSignature(slots=1)):
+        ring.forget()
+        assert ahead.abandoned.is_set()
+        assert ahead.finished.is_set()
+
+
 def test_a_copy_error_of_an_encoded_bank_is_raised_by_the_acquire() -> None:
     ring, bank = _ring(), ENCODED[0]
     with pytest.raises(CopyError, match=r"layers\.0 could not be copied .*a source of 4 bytes is read up to byte"):
