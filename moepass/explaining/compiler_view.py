@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.segment import Segment
 
@@ -62,7 +63,11 @@ def _rows(explanation: Explanation, plan: Plan) -> Iterator[tuple[str, str]]:
     experts, other_text = decimal(explanation.expert_bytes), decimal(explanation.other_bytes)
     if plan.slot_stays:
         ring = f"{decimal(plan.device_bank_bytes)} = {count_of(plan.slots, 'slot')} x {decimal(plan.slot_bytes)}"
-        ring += f" + {decimal(plan.encoded_buffer_bytes)} to decode from" if plan.encoded_buffer_bytes else ""
+        ring += (
+            f" + {ENCODED_BUFFERS} x {decimal(plan.encoded_buffer_bytes)} to decode from"
+            if plan.encoded_buffer_bytes
+            else ""
+        )
         memory = f"ring on the device {ring} (one bank); all experts {experts}, in host memory; "
     else:
         memory = f"experts {experts}; " if explanation.expert_bytes else ""
@@ -159,6 +164,9 @@ def schedule_table(plan: Plan) -> Table:
             table.add_row(str(len(table.rows) + 1), name.replace("segment_", "s"), _short_span(where), *slots)
         else:
             assert step.slot is not None
+            assert step.bank is not None
+            if step.op == "prefetch" and plan.bank(step.bank).format.is_encoded:
+                continue  # its decode fills the slot
             word = {"prefetch": "fills:", "decode": "fills:", "acquire": "in use:", "release": ""}[step.op]
             slots[step.slot] = f"{word} {_short_name(step.name)}" if word else ""
     return table

@@ -32,7 +32,7 @@ from moepass.models.version import __version__
 from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Sequences, sequences_of
-from moepass.passes.machine.times import decode_seconds, peak_flops_per_s
+from moepass.passes.machine.times import decode_seconds, gather_seconds, peak_flops_per_s
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast, threshold_curve
 from moepass.passes.planner.make_plan import MOST_SLOTS as USEFUL_SLOTS
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, Setting, StrategyCost, banks_bytes
@@ -248,10 +248,11 @@ def _saturation_part(made: Forecast) -> parts.SaturationPart:
     layer = architecture.typical_moe_layer
     assert layer.experts is not None
     reached, bank = made.saturation, made.setting.bank(layer.experts)
+    hardware, streams = made.setting.hardware, made.fill_seconds > 0
     return parts.SaturationPart(
         gather_bytes=bank.link_bytes,
-        gather_seconds=made.transfer_seconds,
-        decode_seconds=decode_seconds(made.setting.hardware, bank) if made.transfer_seconds else 0.0,
+        gather_seconds=gather_seconds(hardware, bank.link_bytes, made.home, made.setting.transport) if streams else 0.0,
+        decode_seconds=decode_seconds(hardware, bank) if streams else 0.0,
         flops_per_token=flops_per_token(layer, architecture.hidden),
         tokens_per_rank=reached.tokens,
         tokens_per_rank_at_peak=made.at_peak.tokens,

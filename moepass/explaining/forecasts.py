@@ -132,7 +132,7 @@ def stored_part(made: Forecast, home: str | None, most_slots: int) -> StoredPart
 def packed_tokens(made: Forecast) -> int | None:
     """Return the saturation threshold if the experts were packed without loss; None if packing would not change it."""
     packed = packed_format(made.setting.dtype) if made.setting.architecture.stored is None else None
-    if packed is None or not made.transfer_seconds:
+    if packed is None or not made.fill_seconds:
         return None
     return forecast(dataclasses.replace(made.setting, stored=packed), made.home).saturation.tokens
 

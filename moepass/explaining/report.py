@@ -177,7 +177,9 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         expert_bytes, other_bytes = explanation.expert_bytes, explanation.other_bytes
         yield "memory", f"experts {_bytes(expert_bytes)}; everything else {_bytes(other_bytes)}"
     if saturation is not None:
-        decoding = f", {_seconds(saturation.decode_seconds)} of it to decode" if saturation.decode_seconds else ""
+        decoding = ""
+        if saturation.decode_seconds:
+            decoding = f"; {_seconds(saturation.decode_seconds)} to decode it during the next transfer"
         yield (
             "threshold",
             f"{saturation.tokens_per_rank} tokens per rank and step hide the transfer of a bank of "

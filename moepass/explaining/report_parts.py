@@ -121,9 +121,10 @@ class Block(ReportPart, frozen=True):
 class SaturationPart(ReportPart, frozen=True):
     """The saturation threshold of the typical MoE layer.
 
-    `gather_seconds` end when the bank is in its slot; `decode_seconds` are a part of them, 0 for a bank that travels as
-    it is there. `values` has the values of the symbols in `formula`. `packed_tokens_per_rank` is the threshold if
-    `moepass pack` packed the experts; None if they are quantised or packed already, or do not travel.
+    A bank is on the link for `gather_seconds`, and is then decoded for `decode_seconds` (0 if it travels as it is in
+    its slot) while the next bank is on the link, so the longer of the two must be hidden. `values` has the values of
+    the symbols in `formula`. `packed_tokens_per_rank` is the threshold if `moepass pack` packed the experts; None if
+    they are quantised or packed already, or do not travel.
     """
 
     gather_bytes: float

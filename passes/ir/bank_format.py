@@ -1,8 +1,8 @@
 """Sizes of a bank at rest in its home, on the link, and in the slot, where kernels read it.
 
     home    bytes at rest; the first `link_bytes` of them travel, and only the home needs the others
-    link    bytes that travel: into the slot if the format has no decoder, else into the ring's encoded buffer
-    slot    bytes that the decoder writes, on the stream or thread of the copies
+    link    bytes that travel: into the slot if the format has no decoder, else into an encoded buffer of the ring
+    slot    bytes that the decoder writes, on a stream or thread of its own
 
 Sizes are in bytes and describe a complete bank, independent of the number of its shards.
 """
@@ -13,6 +13,15 @@ import dataclasses
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.stored_weights import BankSizes
+
+# While a bank is decoded from one encoded buffer, the next one is copied into the other. Copies take place one after
+# the other, and so do decodes, so that banks of equal size need no third buffer.
+ENCODED_BUFFERS = 2
+
+
+def ring_bytes(slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> int:
+    """Return the bytes of a ring of `slots` slots, whose encoded buffers have `encoded_buffer_bytes` each."""
+    return slots * slot_bytes + ENCODED_BUFFERS * encoded_buffer_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from moepass.models.formulas.text import evaluate_text
 from moepass.models.layouts.layout import Role
 from moepass.models.layouts.weight_layout import Formula
 from moepass.passes.ir.activation_memory import ActivationMemory
-from moepass.passes.ir.bank_format import BankFormat
+from moepass.passes.ir.bank_format import BankFormat, ring_bytes
 from moepass.passes.ir.cost import Cost
 from moepass.passes.ir.planner_decisions import Decisions
 from moepass.passes.ir.segment import Segment
@@ -364,10 +364,10 @@ class Plan:
 
     @property
     def encoded_buffer_bytes(self) -> int:
-        """Bytes of the ring's encoded buffer: the largest encoded bank on the link; 0 without encoded banks."""
+        """Bytes of each encoded buffer of the ring: the largest encoded bank on the link; 0 without encoded banks."""
         return max((self.bank(stay.bank).format.encoded_bytes for stay in self.slot_stays), default=0)
 
     @property
     def device_bank_bytes(self) -> int:
         """Bytes of streamed banks on the compute device: the ring, independent of the number of layers."""
-        return self.slots * self.slot_bytes + self.encoded_buffer_bytes
+        return ring_bytes(self.slots, self.slot_bytes, self.encoded_buffer_bytes)

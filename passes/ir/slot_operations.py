@@ -131,17 +131,17 @@ def gather(shards: Sequence[torch.Tensor], *, bank: int) -> tuple[torch.Tensor, 
 def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any) -> Any:
     """Start to copy `bank` after the event `after`, and return the event "the copy is done".
 
-    `after` is a release, or None for a fresh slot. The target is `slot`, or the encoded buffer if the bank's format has
-    a decoder.
+    `after` is a release, or None for a fresh slot. If the bank's format has a decoder, the target is not `slot` but the
+    encoded buffer that has been free for longest, and `after` is None: the copy waits for the last decode from there.
     """
     _not_executable("prefetch")
 
 
-def decode(copied: Any, *, bank: int, slot: int) -> Any:
-    """Decode the encoded buffer into `slot`, and return the event "the slot is full".
+def decode(copied: Any, *, bank: int, slot: int, after: Any) -> Any:
+    """Decode `bank` into `slot` after the event `after`, and return the event "the slot is full".
 
-    Decoding runs on the stream or thread of the copies. It directly follows the matching prefetch, because the encoded
-    buffer holds one bank at a time.
+    `copied` is the bank's prefetch, and `after` a release, or None for a fresh slot. Decodes have a stream or thread of
+    their own, so that the next bank is copied at the same time.
     """
     _not_executable("decode")
 

@@ -3,7 +3,9 @@
 A stream does one thing at a time, so its events never overlap. The streams are:
 
     compute   op "segment": a segment of the graph; "wait": an acquire of a slot that is not yet full (exposed time)
-    copy      op "copy": the transfer of a bank into a slot; each independent link is a separate stream
+    copy      op "copy": the transfer of a bank, into a slot if it is not encoded; each independent link is a separate
+              stream
+    decode    op "decode": the decoding of a transferred bank into its slot
     host      op "run": one run of a graph
 """
 
@@ -14,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-COMPUTE, COPY, HOST = "compute", "copy", "host"
+COMPUTE, COPY, DECODE, HOST = "compute", "copy", "decode", "host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Timeline:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Streams with events: host, compute, then the links by name."""
-        rank = {HOST: 0, COMPUTE: 1}
-        return tuple(sorted({event.stream for event in self.events}, key=lambda name: (rank.get(name, 2), name)))
+        """Streams with events: host, compute, decode, then the links by name."""
+        rank = {HOST: 0, COMPUTE: 1, DECODE: 2}
+        return tuple(sorted({event.stream for event in self.events}, key=lambda name: (rank.get(name, 3), name)))
 
 
 def timeline_of(events: list[Event], source: str) -> Timeline:

@@ -112,11 +112,12 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
 
 
 def fill_seconds(hardware: Hardware, bank: BankSizes, home: str, transport: str = PULL) -> float:
-    """Return the seconds until a bank from `home` is in its slot: its transfer, and then its decoding.
+    """Return the seconds in which one bank after the other from `home` is brought into a slot.
 
-    Raises the errors of `gather_seconds`.
+    A bank is decoded while the next one is transferred, so this is the longer of transfer and decoding; the first bank
+    takes both. Raises the errors of `gather_seconds`.
     """
-    return gather_seconds(hardware, bank.link_bytes, home, transport) + decode_seconds(hardware, bank)
+    return max(gather_seconds(hardware, bank.link_bytes, home, transport), decode_seconds(hardware, bank))
 
 
 def decode_seconds(hardware: Hardware, bank: BankSizes) -> float:

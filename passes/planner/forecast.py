@@ -15,6 +15,7 @@ import dataclasses
 from moepass.models.formulas.communication import background_bytes
 from moepass.models.formulas.layers import model_flops
 from moepass.models.formulas.saturation import GAMMA, Saturation
+from moepass.passes.ir.bank_format import ring_bytes
 from moepass.passes.ir.planner_decisions import ASYNCEP, Decisions, DeviceMemory
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.machine.layer_times import sequences_of
@@ -60,6 +61,7 @@ class Forecast:
     """The planned schedule of asyncep, and its comparison with other strategies.
 
     Attributes:
+        fill_seconds: seconds in which one bank after the other is brought into a slot
         decisions, schedule, simulation: the plan of asyncep; None if not even one slot fits
         memory: memory of one device; if nothing fits, the memory that two slots would need
         host: host memory of the machine
@@ -74,7 +76,7 @@ class Forecast:
 
     setting: Setting
     home: str
-    transfer_seconds: float
+    fill_seconds: float
     phases: tuple[LayerPhase, ...]
     decisions: Decisions | None
     schedule: RingSchedule | None
@@ -120,8 +122,8 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     layer = architecture.typical_moe_layer
     bank = typical_bank(setting)
     # With home `device` all layers are resident.
-    transfer = fill_seconds(hardware, bank, home, setting.transport) if home != "device" else 0.0
-    saturated = threshold(setting, layer, transfer, gamma)
+    filling = fill_seconds(hardware, bank, home, setting.transport) if home != "device" else 0.0
+    saturated = threshold(setting, layer, filling, gamma)
     problem = model_problem(setting, home, most_slots=most_slots, threshold_tokens=saturated.tokens)
     made = _plan(problem)
     simulation = None if made is None else made.simulation
@@ -142,7 +144,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     return Forecast(
         setting=setting,
         home=home,
-        transfer_seconds=transfer,
+        fill_seconds=filling,
         phases=problem.phases,
         decisions=None if made is None else made.decisions,
         schedule=None if made is None else made.schedule,
@@ -150,7 +152,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         memory=memory,
         host=host,
         saturation=saturated,
-        at_peak=saturation_at(setting, layer, transfer, peak, gamma),
+        at_peak=saturation_at(setting, layer, filling, peak, gamma),
         comparison=comparison,
         chosen=chosen,
         runner_up=runner_up,
@@ -244,8 +246,8 @@ def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
     points = []
     for resident in sorted({round(step * count / (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}):
         streamed = count - resident
-        tokens = threshold(setting, layer, planned.transfer_seconds * streamed / count, gamma).tokens
+        tokens = threshold(setting, layer, planned.fill_seconds * streamed / count, gamma).tokens
         slots = min(DEFAULT_SLOTS, streamed)
-        ring = slots * slot + (bank.encoded_bytes if streamed else 0)
+        ring = ring_bytes(slots, slot, bank.encoded_bytes if streamed else 0)
         points.append(ThresholdPoint(resident, resting + ring + resident * nbytes + streamed * shard, tokens))
     return tuple(points)

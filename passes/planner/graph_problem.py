@@ -24,7 +24,7 @@ from moepass.passes.ir.planner_decisions import Decisions, DeviceMemory
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Sequences
-from moepass.passes.machine.times import Work, fill_seconds, peak_flops_per_s, work_seconds
+from moepass.passes.machine.times import Work, decode_seconds, gather_seconds, peak_flops_per_s, work_seconds
 from moepass.passes.planner.make_plan import NO_PROFILE, PlanningProblem, make_plan
 from moepass.passes.planner.model_problem import execution_with_copies, model_problem, profile_of
 from moepass.passes.planner.phases import LayerPhase
@@ -259,7 +259,6 @@ def _timed_phases(
         if step.op == "acquire":
             assert step.bank is not None
             bank = plan.bank(step.bank)
-            filling = fill_seconds(hardware, bank.format, home, transport)
             queue = experts.get(step.name)
             work = queue.popleft() if queue else None
             computing = 0.0 if work is None else timing.experts(work)
@@ -271,10 +270,11 @@ def _timed_phases(
                     bank.name,
                     computing,
                     nbytes,
-                    filling,
+                    gather_seconds(hardware, bank.format.link_bytes, home, transport),
                     number=number,
                     read_in_place_bytes=in_place,
                     encoded_bytes=bank.format.encoded_bytes,
+                    decode_seconds=decode_seconds(hardware, bank.format),
                 )
             )
             reading.append((step.bank, work))

@@ -21,7 +21,7 @@ from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.planner_decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_seconds, layer_seconds
-from moepass.passes.machine.times import decode_seconds, fill_seconds, link_seconds, peak_flops_per_s
+from moepass.passes.machine.times import decode_seconds, fill_seconds, gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import least_bank_bytes
@@ -67,8 +67,8 @@ def model_problem(
     phases = model_phases(setting, home, banks)
     typical = typical_bank(setting, banks)
     if threshold_tokens is None:
-        transfer = fill_seconds(setting.hardware, typical, home, setting.transport)
-        threshold_tokens = threshold(setting, setting.architecture.typical_moe_layer, transfer).tokens
+        filling = fill_seconds(setting.hardware, typical, home, setting.transport)
+        threshold_tokens = threshold(setting, setting.architecture.typical_moe_layer, filling).tokens
     stay = None if resident_layers is None else set(resident_layers)
     if home == "device" and stay is None:
         stay, slots = set(setting.architecture.moe_layers), 0
@@ -121,10 +121,11 @@ def _bank_fields(setting: Setting, home: str, layer: Layer, bank: BankSizes) -> 
     """Return the fields of the phase of experts that describe their bank."""
     return {
         "bank_bytes": bank.slot_bytes,
-        "transfer_seconds": fill_seconds(setting.hardware, bank, home, setting.transport),
+        "transfer_seconds": gather_seconds(setting.hardware, bank.link_bytes, home, setting.transport),
         "shard_bytes": device_shard_bytes(setting, layer, bank, home),
         "read_in_place_bytes": read_in_place_bytes(setting, layer, bank, home),
         "encoded_bytes": bank.encoded_bytes,
+        "decode_seconds": decode_seconds(setting.hardware, bank),
     }
 
 
@@ -237,12 +238,12 @@ def execution_with_copies(
     slowdown = overlap.gemm.value * (1 - memory_share) + overlap.memory.value * memory_share
     on_host = hardware.device_kind == "cpu"
     true = without_emulation(hardware)
-    transfer = fill_seconds(hardware, bank, home, transport)
+    filling = fill_seconds(hardware, bank, home, transport)
     copying = fill_seconds(true, bank, home, transport)
     if on_host and transport == PULL:
         # A CPU makes one copy after the other; devices have a copy engine for each link.
-        copying = sum(link_seconds(true, bank.link_bytes, home)) + decode_seconds(true, bank)
-    copied_fraction = min(1.0, copying / transfer) if transfer else 0.0
+        copying = max(sum(link_seconds(true, bank.link_bytes, home)), decode_seconds(true, bank))
+    copied_fraction = min(1.0, copying / filling) if filling else 0.0
     return ExecutionModel(
         copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_fraction,
         host_runs_ahead=not on_host,

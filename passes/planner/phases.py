@@ -7,8 +7,10 @@ the computations of a model of that architecture, one after the other, each with
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS, ring_bytes
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.shards import slot_layout
@@ -21,13 +23,14 @@ class LayerPhase:
 
     Attributes:
         bank_bytes: bytes of the bank; 0 for attention or a dense layer
-        transfer_seconds: seconds of the bank's transfer into a slot
+        transfer_seconds: seconds of the bank's transfer, into a slot if it is not encoded
         link: banks with the same link are transferred one after the other, over different links at the same time
         number: number of the layer; -1 if it has none
         shard_bytes: bytes of this rank's shard on the device, if the bank is streamed; a resident bank is complete
         read_in_place_bytes: bytes of the shard that are read in place, so that a slot lacks them (see
             `passes/segments/bank_parts.py`)
         encoded_bytes: bytes of the buffer from which the bank is decoded into its slot; 0 without a decoder
+        decode_seconds: seconds of the bank's decoding
     """
 
     name: str
@@ -40,6 +43,17 @@ class LayerPhase:
     shard_bytes: int = 0
     read_in_place_bytes: int = 0
     encoded_bytes: int = 0
+    decode_seconds: float = 0.0
+
+    @property
+    def is_encoded(self) -> bool:
+        """True if the bank is decoded into its slot."""
+        return self.encoded_bytes > 0
+
+    @property
+    def write_seconds(self) -> float:
+        """Seconds in which the bank's slot is filled."""
+        return self.decode_seconds if self.is_encoded else self.transfer_seconds
 
     @property
     def slot_bytes(self) -> int:
@@ -57,8 +71,9 @@ class TimedStep:
     """One step of a schedule, in host order: `op` as in `Step`.
 
     Attributes:
-        seconds: compute time of a segment, or transfer time of a prefetch
+        seconds: compute time of a segment, transfer time of a prefetch, or time of a decode
         nbytes: bytes of the bank in a slot
+        is_encoded: the prefetch is followed by a decode, which fills the slot
     """
 
     op: str
@@ -67,10 +82,14 @@ class TimedStep:
     slot: int = -1
     nbytes: int = 0
     link: str = COPY
+    is_encoded: bool = False
 
 
 def plan_steps(
-    plan: Plan, segment_seconds: Sequence[float], transfer_seconds: Mapping[int, float]
+    plan: Plan,
+    segment_seconds: Sequence[float],
+    transfer_seconds: Mapping[int, float],
+    decode_seconds: Mapping[int, float] | None = None,
 ) -> tuple[TimedStep, ...]:
     """Return the steps of `plan` with their seconds.
 
@@ -80,6 +99,7 @@ def plan_steps(
         plan: The plan.
         segment_seconds: Seconds of the segments, in the order in which they run.
         transfer_seconds: Seconds of the banks' transfers, by index.
+        decode_seconds: Seconds of the encoded banks' decodes, by index.
     """
     segments = sum(step.op == "segment" for step in plan.steps)
     if segments != len(segment_seconds):
@@ -90,13 +110,15 @@ def plan_steps(
         if step.op == "segment":
             steps.append(TimedStep("segment", step.name, next(remaining)))
             continue
-        if step.op == "decode":
-            continue  # a part of the transfer
         assert step.bank is not None
         assert step.slot is not None
-        bank = plan.bank(step.bank)
-        seconds = transfer_seconds[step.bank] if step.op == "prefetch" else 0.0
-        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, slot_layout(bank).nbytes))
+        bank, seconds = plan.bank(step.bank), 0.0
+        if step.op == "prefetch":
+            seconds = transfer_seconds[step.bank]
+        elif step.op == "decode":
+            seconds = (decode_seconds or {})[step.bank]
+        nbytes, is_encoded = slot_layout(bank).nbytes, bank.format.is_encoded
+        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, nbytes, is_encoded=is_encoded))
     return tuple(steps)
 
 
@@ -114,7 +136,7 @@ class RingSchedule:
         resident: phases whose banks are resident on the device
         order: all other phases with a bank, in the order of need
         shard_bytes: bytes of the shards of streamed banks on the device
-        encoded_buffer_bytes: size of the buffer from which encoded banks are decoded into slots
+        encoded_buffer_bytes: size of each buffer from which encoded banks are decoded into slots
     """
 
     slots: int
@@ -132,8 +154,8 @@ class RingSchedule:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of slots and of the encoded buffer."""
-        return self.slots * self.slot_bytes + self.encoded_buffer_bytes
+        """Bytes of slots and of encoded buffers."""
+        return ring_bytes(self.slots, self.slot_bytes, self.encoded_buffer_bytes)
 
     @property
     def memory_bytes(self) -> int:
@@ -158,8 +180,8 @@ def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection
 def phase_steps(phases: Sequence[LayerPhase], slots: int, resident: Collection[int] = ()) -> tuple[TimedStep, ...]:
     """Return the schedule of `phases` over `slots` slots, as passes `plan` and `schedule` would make it for a graph.
 
-    Banks are copied in the order of need, each as early as link and slots allow: copy k goes into the slot of copy
-    k - slots, after that copy's phase is done.
+    Banks are copied in the order of need, each as early as link and slots allow: bank k goes into the slot of bank
+    k - slots, after that bank's phase is done. An encoded bank is copied earlier, once an encoded buffer is free.
 
     Raises PlanError if there is no slot for phases with banks.
     """
@@ -169,18 +191,41 @@ def phase_steps(phases: Sequence[LayerPhase], slots: int, resident: Collection[i
             f"slots is {slots}; phases with banks need 1 or more", name="slots", value=slots, expected="1 or more"
         )
     turn_of = {position: turn for turn, position in enumerate(needed)}
+    steps: list[TimedStep] = []
+    to_copy, to_fill = deque(needed), deque(needed)
 
-    def step(op: str, position: int, seconds: float = 0.0) -> TimedStep:
+    def add(op: str, position: int, seconds: float = 0.0) -> None:
         phase = phases[position]
-        return TimedStep(op, phase.layer, seconds, turn_of[position] % slots, phase.slot_bytes, phase.link)
+        slot, nbytes = turn_of[position] % slots, phase.slot_bytes
+        steps.append(TimedStep(op, phase.layer, seconds, slot, nbytes, phase.link, phase.is_encoded))
 
-    steps = [step("prefetch", position, phases[position].transfer_seconds) for position in needed[:slots]]
+    def copy() -> None:
+        position = to_copy.popleft()
+        add("prefetch", position, phases[position].transfer_seconds)
+
+    def fill() -> None:
+        position = to_fill.popleft()
+        if len(to_fill) < len(to_copy):
+            copy()
+        if phases[position].is_encoded:
+            add("decode", position, phases[position].decode_seconds)
+
+    def copy_ahead() -> None:
+        while to_copy and phases[to_copy[0]].is_encoded and len(to_fill) - len(to_copy) < ENCODED_BUFFERS:
+            copy()
+
+    for _ in needed[:slots]:
+        fill()
+    copy_ahead()
     for position, phase in enumerate(phases):
         computing = TimedStep("segment", phase.name, phase.compute_seconds)
         if position not in turn_of:
             steps.append(computing)
             continue
-        steps += [step("acquire", position), computing, step("release", position)]
-        for following in needed[turn_of[position] + slots : turn_of[position] + slots + 1]:
-            steps.append(step("prefetch", following, phases[following].transfer_seconds))
+        add("acquire", position)
+        steps.append(computing)
+        add("release", position)
+        if to_fill:
+            fill()
+            copy_ahead()
     return tuple(steps)

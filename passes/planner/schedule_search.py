@@ -11,19 +11,21 @@ Pseudo-code
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
 from moepass.passes.planner.simulation_engine import ExecutionModel
 
-# All schedules are tried if there are at most this many, else this many of them. 94 layers take about 0.3 ms each.
+# All schedules are tried if there are at most this many, else this many of them. 94 layers take 0.3 to 0.6 ms each.
 MOST_TRIED = 1500
-_PERIODS = 12
+_PERIODS = 24
 # [Empirical] Banks that are tried in each role of an exchange. Trying all of them found no faster step in 36 plans of
 # models with 46 to 94 layers, and took 2.4 times as long.
 _MOST_CHANGED = 4
@@ -98,13 +100,14 @@ def steady_step(
     """Return the seconds of a step in the steady state, and how long each phase waits for its bank.
 
     The result equals `simulate_phases` for one link and a host that issues steps at no cost, but a recurrence is
-    faster: copy k ends after copy k - 1 and after release k - slots, and without filling ahead it does not start
-    before its run.
+    faster: copy k begins after copy k - 1 and after release k - slots, and without filling ahead not before its run. An
+    encoded bank is written into its slot by its decode, which begins after its copy, the previous decode and release
+    k - slots; its copy begins after copy k - 1 and the last but one decode, and not before its run.
     """
     # Compute seconds before each streamed phase, inside it, and after the last one (`gap`).
     positions = streamed_phases(phases, resident)
     streamed = set(positions)
-    transfers = [phases[position].transfer_seconds for position in positions]
+    banks = [phases[position] for position in positions]
     count = len(positions)
     before: list[float] = []
     inside: list[float] = []
@@ -121,25 +124,63 @@ def steady_step(
         return gap, waits
     slots = min(slots, count)
     fills_ahead, slowdown = machine.fills_ahead, machine.copy_slowdown
-    link = now = 0.0
+    link = decoder = now = 0.0
     ready: deque[float] = deque()
+    # When encoded buffers are free, and when the copies of encoded banks end that are not decoded yet.
+    buffers: deque[float] = deque([0.0] * ENCODED_BUFFERS)
+    copied: deque[float] = deque()
     busy: deque[tuple[float, float]] = deque()
     ends = [0.0]
     previous: list[float] = []
 
-    def copy(turn: int) -> None:
-        """Start a copy into a slot that is free now."""
-        nonlocal link
-        begun = link if link > now else now
-        link = begun + transfers[turn % count]
-        ready.append(link)
+    def work(begin: float, seconds: float) -> float:
+        """Let a lane work from `begin` on; return the end."""
         if slowdown > 1:
-            busy.append((begun, link))
+            bisect.insort(busy, (begin, begin + seconds))
+        return begin + seconds
+
+    def copy(turn: int, earliest: float) -> None:
+        """Start the copy of an encoded bank."""
+        nonlocal link
+        link = work(max(link, buffers.popleft(), earliest), banks[turn % count].transfer_seconds)
+        copied.append(link)
+
+    def fill(turn: int) -> None:
+        """Fill a slot that is free now, and start the copies for which encoded buffers are free then."""
+        nonlocal link, decoder
+        bank = banks[turn % count]
+        if bank.is_encoded:
+            if not copied:
+                copy(turn, now)
+            decoder = work(max(decoder, copied.popleft(), now), bank.decode_seconds)
+            buffers.append(decoder)
+            ready.append(decoder)
+        else:
+            link = work(max(link, now), bank.transfer_seconds)
+            ready.append(link)
+        copy_ahead(turn + 1)
+
+    def copy_ahead(turn: int) -> None:
+        """Start the copies of encoded banks from `turn` on, while their prefetches are issued and buffers are free."""
+        turn += len(copied)
+        while buffers and banks[turn % count].is_encoded:
+            run, position = divmod(turn, count)
+            if position < slots:
+                # It is filled at the end of the previous run, in which a device issues it from the beginning.
+                if not machine.host_runs_ahead or run > period + fills_ahead:
+                    break
+            elif run > period:
+                break
+            copy(turn, run_begin)
+            turn += 1
 
     for period in range(_PERIODS):
+        run_begin = now
         if not (period and fills_ahead):
             for turn in range(slots):
-                copy(turn)
+                fill(turn)
+        else:
+            copy_ahead(period * count + slots)
         for index in range(count):
             now = _worked(now, before[index], busy, slowdown)
             arrival = ready.popleft()
@@ -148,12 +189,13 @@ def steady_step(
                 now = arrival
             now = _worked(now, inside[index], busy, slowdown)
             if fills_ahead or index + slots < count:
-                copy(index + slots)
+                fill(period * count + index + slots)
         now = _worked(now, gap, busy, slowdown)
         ends.append(now)
         if not fills_ahead:
             return now, waits  # the next run starts from the same state
-        state = [now - link, *(moment - now for moment in ready), *(now - begun for begun, _ in busy)]
+        moments = (link, decoder, *buffers, *copied, *ready)
+        state = [*(max(moment - now, 0.0) for moment in moments), *(now - begun for begun, _ in busy)]
         if len(state) == len(previous) and all(
             abs(after - earlier) <= _EPSILON * now for after, earlier in zip(state, previous, strict=True)
         ):
@@ -164,7 +206,10 @@ def steady_step(
 
 
 def _worked(now: float, seconds: float, busy: deque[tuple[float, float]], slowdown: float) -> float:
-    """Return when a computation of `seconds` that begins now ends, if a busy link slows it down by `slowdown`."""
+    """Return when a computation of `seconds` that begins now ends, if busy lanes slow it down by `slowdown`.
+
+    The `busy` times are sorted by their beginnings, and may overlap.
+    """
     while busy and seconds > 0:
         begun, ended = busy[0]
         if ended <= now:
@@ -207,9 +252,11 @@ class _Search:
         self.counts = counts
         self.banks = streamed_phases(phases)
         self.compute_seconds = sum(phase.compute_seconds for phase in phases)
-        # Transfer seconds that a resident bank saves, per additional byte of memory.
+        # Seconds of the link or the decoder that a resident bank saves, per additional byte of memory.
         self.seconds_per_byte = {
-            position: phases[position].transfer_seconds / max(1, phases[position].stay_bytes) for position in self.banks
+            position: max(phases[position].transfer_seconds, phases[position].decode_seconds)
+            / max(1, phases[position].stay_bytes)
+            for position in self.banks
         }
         # Most layers have the same size, so the memory depends on how many of each size stay.
         self._size_of = {
@@ -253,12 +300,13 @@ class _Search:
     # ---- Bounds
 
     def least_step(self) -> float:
-        """Return a lower bound for every schedule within the budget: computation, link, or slots."""
+        """Return a lower bound for every schedule within the budget: computation, link, decoder, or slots."""
         return min(
             max(
                 self.compute_seconds,
                 self._least(slots, must_stay, lambda phase: phase.transfer_seconds),
-                self._least(slots, must_stay, lambda phase: phase.transfer_seconds + phase.compute_seconds) / slots,
+                self._least(slots, must_stay, lambda phase: phase.decode_seconds),
+                self._least(slots, must_stay, lambda phase: phase.write_seconds + phase.compute_seconds) / slots,
             )
             for slots in self.counts
             for must_stay in self.largest_first()
@@ -280,11 +328,12 @@ class _Search:
         return total
 
     def pace(self, slots: int, resident: frozenset[int]) -> float:
-        """Return the lower bound for this resident set: computation, link busy, slots busy."""
+        """Return the lower bound for this resident set: computation, link busy, decoder busy, slots busy."""
         streamed = [self.phases[position] for position in self.banks if position not in resident]
         link = sum(phase.transfer_seconds for phase in streamed)
-        held = sum(phase.transfer_seconds + phase.compute_seconds for phase in streamed)
-        return max(self.compute_seconds, link, held / slots)
+        decoder = sum(phase.decode_seconds for phase in streamed)
+        held = sum(phase.write_seconds + phase.compute_seconds for phase in streamed)
+        return max(self.compute_seconds, link, decoder, held / slots)
 
     # ---- Trying
 

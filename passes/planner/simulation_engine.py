@@ -1,4 +1,4 @@
-"""The actors of a simulated schedule: a host, a compute stream, and links with queues of copies.
+"""The actors of a simulated schedule: a host, a compute stream, and lanes with queues: links and a decoder.
 
 `moepass.passes.planner.simulate` describes the simulation.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.ir.timeline import COMPUTE, HOST
+from moepass.passes.ir.timeline import COMPUTE, DECODE, HOST
 from moepass.passes.planner.phases import TimedStep
 
 
@@ -20,7 +21,7 @@ class ExecutionModel:
     """The interaction of host, computation and copies.
 
     Attributes:
-        copy_slowdown: factor by which computation takes longer while a link is busy; 1 if copies cost nothing
+        copy_slowdown: factor by which computation takes longer while a lane is busy; 1 if copies cost nothing
         issue_seconds: host time per step of the schedule
         host_runs_ahead: True on a GPU: the host issues a run's steps without waiting for them. On a CPU the host
             computes, so a copy starts when the host reaches its prefetch, and issuing takes compute time
@@ -45,23 +46,36 @@ def never_filled(step: TimedStep) -> PlanError:
     return PlanError(text, name=step.layer, value=step.slot)
 
 
+def fills_slot(step: TimedStep) -> bool:
+    """Return whether a prefetch or a decode writes into the slot."""
+    return step.op == "decode" or not step.is_encoded
+
+
+def lane_of(step: TimedStep) -> str:
+    """Return the link of a prefetch, or the decoder of a decode."""
+    return DECODE if step.op == "decode" else step.link
+
+
 class SimulatedRun:
     """The steps of one graph.
 
     Attributes:
-        beginning: prefetches into fresh slots, by slot
+        beginning: prefetches into fresh slots, each with its decode if the bank is encoded, by slot
         last: positions of the last release of each slot
     """
 
     def __init__(self, steps: Sequence[TimedStep]) -> None:
         self.steps = steps
-        self.beginning: dict[int, TimedStep] = {}
+        self.beginning: dict[int, tuple[TimedStep, ...]] = {}
         released: dict[int, int] = {}
         for index, step in enumerate(steps):
+            first = self.beginning.get(step.slot)
             if step.op == "release":
                 released[step.slot] = index
-            elif step.op == "prefetch" and step.slot not in released:
-                self.beginning.setdefault(step.slot, step)
+            elif step.op == "prefetch" and first is None:
+                self.beginning[step.slot] = (step,)
+            elif step.op == "decode" and first is not None and len(first) == 1 and first[0].is_encoded:
+                self.beginning[step.slot] = (*first, step)
         self.last = set(released.values())
         self.slots = len(self.beginning)
         if sorted(self.beginning) != list(range(self.slots)):
@@ -78,17 +92,25 @@ class _ReleaseEvent:
 
 
 class _Copy:
-    __slots__ = ("after", "done", "end", "not_before", "started", "step")
+    """A copy, or a decode, which begins after the release `after` and after the work `follows` on another lane."""
 
-    def __init__(self, step: TimedStep, after: _ReleaseEvent | None, not_before: float) -> None:
-        self.step, self.after, self.not_before = step, after, not_before
+    __slots__ = ("after", "done", "end", "follows", "not_before", "started", "step")
+
+    def __init__(
+        self, step: TimedStep, after: _ReleaseEvent | None, not_before: float, follows: _Copy | None = None
+    ) -> None:
+        self.step, self.after, self.not_before, self.follows = step, after, not_before, follows
         self.started = self.end = math.inf
         self.done = False
+
+    @property
+    def is_ready(self) -> bool:
+        return (self.after is None or self.after.done) and (self.follows is None or self.follows.done)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBoundary:
-    """The state between two steps: the clock, the totals so far, and the remaining copies of each link."""
+    """The state between two steps: the clock, the totals so far, and the remaining work of each lane."""
 
     time: float
     waited: float
@@ -120,7 +142,9 @@ class Engine:
         self.now = self.waited = self.slowed = 0.0
         self.peak_bytes = 0
         self._bytes = 0
-        self._links: dict[str, deque[_Copy]] = {}
+        self._lanes: dict[str, deque[_Copy]] = {}
+        # Free encoded buffers, each by the last decode from there.
+        self._encoded: deque[_Copy | None] = deque([None] * ENCODED_BUFFERS)
         self._free = list(range(self.slots))
         self._freed: dict[int, _ReleaseEvent] = {}
         self._ahead: dict[int, _Copy] = {}
@@ -128,7 +152,7 @@ class Engine:
     def boundary(self) -> StepBoundary:
         """Return the state between the last step and the next."""
         backlog = sorted((f"{copy.step.layer} is there", 0.0) for copy in self._ahead.values() if copy.done)
-        for name, queue in self._links.items():
+        for name, queue in self._lanes.items():
             for copy in queue:
                 begun = copy.started <= self.now
                 backlog.append((f"{name}: {copy.step.layer}", copy.end - self.now if begun else copy.step.seconds))
@@ -162,48 +186,77 @@ class Engine:
         self._buffer_of = self._free
         self._free = self._buffer_of[run.slots :]
         self._in_slot: dict[int, _Copy] = {}
-        self._fresh = run.slots
+        # Copies of encoded banks that are not decoded yet, by slot.
+        self._copied: dict[int, deque[_Copy]] = defaultdict(deque)
+        self._begun_slots: set[int] = set()
+        self._has_begun = False
         self._copy_of: dict[int, _Copy] = {}
         self._release_at: dict[int, tuple[_ReleaseEvent, _Copy]] = {}
-        self._released: dict[int, _ReleaseEvent] = {}
 
     def _issue(self, run: SimulatedRun, following: SimulatedRun, index: int, step: TimedStep, time: float) -> None:
         """Issue a step on the host: copies join their queues, and releases record their events."""
         if step.op == "segment":
             return
-        if step.op != "prefetch" and step.slot not in self._in_slot:
+        if step.slot not in (self._copied if step.op == "decode" else self._in_slot) and step.op != "prefetch":
             raise never_filled(step)
         buffer = self._buffer_of[step.slot]
         if step.op == "prefetch":
-            after = self._released.get(step.slot)
-            if after is not None:
-                copy = self._enqueue(step, after, time)
+            is_first = step.slot not in self._begun_slots
+            self._begun_slots.add(step.slot)
+            ahead = self._ahead.pop(buffer, None) if is_first else None
+            copy = self._copy(step, self._freed.get(buffer), time) if ahead is None else ahead
+            if step.is_encoded:
+                self._copied[step.slot].append(copy)
             else:
-                ahead = self._ahead.pop(buffer, None)
-                copy = ahead if ahead is not None else self._enqueue(step, self._freed.get(buffer), time)
-                self._fresh -= 1
-                if not self._fresh:
-                    for position, free in enumerate(self._free):
-                        self._fill_ahead(following, position, free, time)
-            self._in_slot[step.slot] = copy
+                self._in_slot[step.slot] = copy
+            if fills_slot(copy.step):
+                self._begin_ahead(run, following, time)
+        elif step.op == "decode":
+            copied = self._copied[step.slot].popleft()
+            # The previous run may have decoded it already.
+            is_decoded = copied.step.op == "decode"
+            decode = copied if is_decoded else self._decode(step, self._freed.get(buffer), time, copied)
+            self._in_slot[step.slot] = decode
+            self._begin_ahead(run, following, time)
         elif step.op == "acquire":
             self._copy_of[index] = self._in_slot[step.slot]
         else:
             released = _ReleaseEvent()
-            self._released[step.slot] = self._freed[buffer] = released
+            self._freed[buffer] = released
             self._release_at[index] = (released, self._in_slot[step.slot])
             if index in run.last:
                 self._free.append(buffer)
                 self._fill_ahead(following, len(self._free) - 1, buffer, time)
 
     def _fill_ahead(self, following: SimulatedRun, slot: int, buffer: int, time: float) -> None:
-        step = following.beginning.get(slot)
-        if self.machine.fills_ahead and step is not None and buffer not in self._ahead:
-            self._ahead[buffer] = self._enqueue(step, self._freed.get(buffer), time)
+        steps = following.beginning.get(slot)
+        if self.machine.fills_ahead and steps is not None and buffer not in self._ahead:
+            if steps[0].is_encoded and not self._encoded:
+                return
+            after = self._freed.get(buffer)
+            copy = self._copy(steps[0], after, time)
+            self._ahead[buffer] = self._decode(steps[1], after, time, copy) if steps[0].is_encoded else copy
 
-    def _enqueue(self, step: TimedStep, after: _ReleaseEvent | None, time: float) -> _Copy:
-        copy = _Copy(step, after, time)
-        self._links.setdefault(step.link, deque()).append(copy)
+    def _begin_ahead(self, run: SimulatedRun, following: SimulatedRun, time: float) -> None:
+        """Fill the slots that this run does not use, once it has filled all those that it uses."""
+        if len(self._begun_slots) == run.slots and not self._has_begun:
+            self._has_begun = True
+            for position, free in enumerate(self._free):
+                self._fill_ahead(following, position, free, time)
+
+    def _copy(self, step: TimedStep, after: _ReleaseEvent | None, time: float) -> _Copy:
+        """Start a copy: into the slot once `after` is done, or into the encoded buffer that has been free longest."""
+        if step.is_encoded:
+            return self._enqueue(_Copy(step, None, time, self._encoded.popleft()))
+        return self._enqueue(_Copy(step, after, time))
+
+    def _decode(self, step: TimedStep, after: _ReleaseEvent | None, time: float, copied: _Copy) -> _Copy:
+        decode = self._enqueue(_Copy(step, after, time, copied))
+        self._encoded.append(decode)
+        return decode
+
+    def _enqueue(self, copy: _Copy) -> _Copy:
+        self._lanes.setdefault(lane_of(copy.step), deque()).append(copy)
         return copy
 
     def _execute(self, index: int, step: TimedStep) -> None:
@@ -248,32 +301,34 @@ class Engine:
             seconds -= (self.now - begun) / factor
 
     def _advance(self, limit: float) -> None:
-        """Move the clock to `limit`, or to the next change on a link if that comes first."""
+        """Move the clock to `limit`, or to the next change on a lane if that comes first."""
         self._start_copies()
         change = limit
-        for queue in self._links.values():
+        for queue in self._lanes.values():
             if queue:
                 head = queue[0]
                 if head.started <= self.now:
                     change = min(change, head.end)
-                elif head.after is None or head.after.done:
+                elif head.is_ready:
                     change = min(change, head.not_before)
         self.now = change
-        for queue in self._links.values():
+        for queue in self._lanes.values():
             if queue and queue[0].end <= change:
                 queue.popleft().done = True
 
     def _start_copies(self) -> bool:
-        """Start the copies that can start now, and return whether a link is busy."""
+        """Start the copies and decodes that can start now, and return whether a lane is busy."""
         busy = False
-        for name, queue in self._links.items():
+        for name, queue in self._lanes.items():
             if not queue:
                 continue
             head = queue[0]
-            if head.started > self.now and head.not_before <= self.now and (head.after is None or head.after.done):
+            if head.started > self.now and head.not_before <= self.now and head.is_ready:
                 head.started, head.end = self.now, self.now + head.step.seconds
-                self.events.append(("copy", head.step.layer, name, head.started, head.end))
-                self._bytes += head.step.nbytes
-                self.peak_bytes = max(self.peak_bytes, self._bytes)
+                operation = DECODE if name == DECODE else "copy"
+                self.events.append((operation, head.step.layer, name, head.started, head.end))
+                if fills_slot(head.step):
+                    self._bytes += head.step.nbytes
+                    self.peak_bytes = max(self.peak_bytes, self._bytes)
             busy = busy or head.started <= self.now
         return busy

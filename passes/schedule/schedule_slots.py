@@ -11,11 +11,15 @@ Pseudo-code
                    preceded it
         release    right after the last reader, or after the return of rows that a kernel fuses with it
         prefetch   right after the release of the slot's previous content; for a fresh slot, at the start of the graph
-        decode     right after the prefetch, if the bank's format has a decoder
+        if the bank's format has a decoder:
+            decode     where a prefetch without decoder would be
+            prefetch   as soon as an encoded buffer is free: right after the decode from there, or at the start of the
+                       graph; but not before the prefetch of an earlier stay
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +28,7 @@ from torch.fx import GraphModule, Node
 from moepass.passes.blocks.hoist_token_return import block_ends
 from moepass.passes.blocks.sink_token_gather import with_lookup
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
 from moepass.passes.ir.slot_operations import acquire, decode, prefetch, release
@@ -41,21 +46,31 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
             f"the graph gathers {[stay.bank for stay in stays]}"
         )
     releases: list[Node] = []
-    start = graph_inputs(scheduled.graph)[-1] if stays else None
+    # The last decodes, one for each encoded buffer.
+    decodes: deque[Node] = deque()
+    start = earliest = graph_inputs(scheduled.graph)[-1] if stays else None
     ends = block_ends(scheduled.graph)
     for stay, planned in zip(stays, plan.slot_stays, strict=True):
         after = None if planned.after is None else releases[planned.after]
+        assert start is not None
+        assert earliest is not None
         position = start if after is None else after
-        assert position is not None
-        filled = _insert_after(position, stay, planned.slot, prefetch, stay.gather.args[0], after=after)
+        slot, shards = planned.slot, stay.gather.args[0]
         if plan.bank(planned.bank).format.is_encoded:
-            filled = _insert_after(filled, stay, planned.slot, decode, filled)
+            if len(decodes) == ENCODED_BUFFERS:
+                earliest = max(earliest, decodes.popleft())
+            earliest = copied = _insert_after(max(start, earliest), stay, slot, prefetch, shards, after=None)
+            filled = _insert_after(max(position, copied), stay, slot, decode, copied, after=after)
+            decodes.append(filled)
+        else:
+            filled = _insert_after(position, stay, slot, prefetch, shards, after=after)
+            earliest = max(earliest, filled)
         if after is None:
             # Fresh slots are filled in the order in which their banks are needed.
             start = filled
-        tensors = _insert_acquire(stay, planned.slot, filled)
+        tensors = _insert_acquire(stay, slot, filled)
         last = ends.get(stay.last_reader, stay.last_reader)
-        releases.append(_insert_after(last, stay, planned.slot, release, tensors))
+        releases.append(_insert_after(last, stay, slot, release, tensors))
     for stay in stays:
         scheduled.graph.erase_node(stay.gather)
     scheduled.recompile()

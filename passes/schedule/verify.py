@@ -4,32 +4,36 @@ Contract
     in    scheduled graph and its plan
     out   the same graph, untouched; ScheduleError names the broken rule and the node that breaks it
 
-Three actors run at once. The host issues nodes in graph order. The compute stream runs what the host issued, in that
-order. The copy stream runs copies and decodes in the order in which they were issued. Between the two streams, only
-events define an order, not the host. So the happens-before graph has an edge for
+Four actors run at once. The host issues nodes in graph order. The compute stream, the copy stream and the decode stream
+each run what the host issued to them, in that order. Between the streams, only events define an order, not the host. So
+the happens-before graph has an edge for
 
     compute order     between successive nodes on the compute stream
-    copy order        between successive copies and decodes
-    an event          from a release to the copy of the prefetch that names it in `after`,
-                      and from a copy, or the decode of an encoded bank, to the acquire that takes it
+    copy order        between successive copies
+    decode order      between successive decodes
+    an event          from a release to the copy or decode that names it in `after`,
+                      from a copy, or the decode of an encoded bank, to the acquire that takes it,
+                      from the copy of an encoded bank to its decode,
+                      and from a decode to the next copy into the encoded buffer that it has read
 
-and a rule holds only if a path proves it. An encoded bank is copied into the only encoded buffer, and decoded from
-there into its slot.
+and a rule holds only if a path proves it. An encoded bank is copied into the encoded buffer that has been free for
+longest, and decoded from there into its slot. The ring keeps this order, and lets the copy wait for the decode.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import networkx
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import is_call, positions, readers
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
-from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
+from moepass.passes.ir.slot_operations import acquire, decode, gather, prefetch, release
 
 
 class ScheduleError(PassError):
@@ -56,7 +60,10 @@ class ScheduleFacts:
 
     Attributes:
         host_order: position of each node in host order
-        order: the happens-before graph, of nodes on the compute stream and work on the copy stream
+        encoded: indices of the encoded banks
+        order: the happens-before graph, of nodes on the compute stream and work on the streams beside it
+        last_decodes: the last decode from the encoded buffer of each prefetch of an encoded bank; None if its buffer is
+            fresh. Prefetches for which no buffer is free are missing
     """
 
     graph: Graph
@@ -66,7 +73,9 @@ class ScheduleFacts:
     decodes: tuple[Node, ...]
     acquires: tuple[Node, ...]
     releases: tuple[Node, ...]
+    encoded: frozenset[int]
     order: networkx.DiGraph
+    last_decodes: dict[Node, Node | None]
 
     def happens_before(self, earlier: object, later: object) -> bool:
         """Return whether a path proves that `earlier` happens before `later`."""
@@ -80,10 +89,13 @@ class ScheduleFacts:
         """Return the acquires of the prefetch `filled`, or of a decode of it."""
         return [node for node in self.acquires if node.args[0] in (filled, *self.decodes_of(filled))]
 
-    def slot_writes(self, filled: Node) -> list[SideWork]:
-        """Return the writes of the prefetch `filled` into its slot."""
-        decodes = self.decodes_of(filled)
-        return [side_work(node) for node in decodes] if decodes else [side_work(filled)]
+    def is_encoded(self, filled: Node) -> bool:
+        """Return whether the prefetch `filled` copies an encoded bank."""
+        return filled.kwargs["bank"] in self.encoded
+
+    def slot_writes(self, filled: Node) -> list[Node]:
+        """Return the nodes that write the bank of the prefetch `filled` into its slot."""
+        return self.decodes_of(filled) or [filled]
 
     def releases_of(self, tensors: Node) -> list[Node]:
         """Return the releases of the acquire `tensors`."""
@@ -94,7 +106,7 @@ class ScheduleFacts:
         return [node for node in readers(tensors) if node not in self.releases]
 
     def successive_fillings(self) -> Iterator[tuple[Node, Node]]:
-        """Yield each prefetch into a slot with the next one into the same slot."""
+        """Yield the prefetch of each bank in a slot, with the prefetch of the next bank in the same slot."""
         previous: dict[object, Node] = {}
         for filled in self.prefetches:
             slot = filled.kwargs["slot"]
@@ -122,6 +134,8 @@ def violations(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
 def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
     """Collect the facts that the rules check."""
     nodes = list(graph.nodes)
+    encoded = frozenset(spec.index for spec in plan.banks if spec.format.is_encoded)
+    order, last_decodes = _happens_before(nodes, encoded)
     return ScheduleFacts(
         graph=graph,
         plan=plan,
@@ -130,42 +144,51 @@ def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
         decodes=tuple(node for node in nodes if is_call(node, decode)),
         acquires=tuple(node for node in nodes if is_call(node, acquire)),
         releases=tuple(node for node in nodes if is_call(node, release)),
-        order=_happens_before(nodes),
+        encoded=encoded,
+        order=order,
+        last_decodes=last_decodes,
     )
 
 
-# Work that a prefetch or a decode starts on the copy stream.
+# Work that a prefetch or a decode starts on a stream beside the compute stream.
 SideWork = tuple[str, Node]
 
 
 def side_work(node: Node) -> SideWork:
-    """Return the work on the copy stream that a prefetch or a decode starts."""
-    return ("on the copy stream", node)
+    """Return the work on another stream that a prefetch or a decode starts."""
+    return ("on another stream", node)
 
 
-def _happens_before(nodes: list[Node]) -> networkx.DiGraph:
+def _happens_before(nodes: list[Node], encoded: frozenset[int]) -> tuple[networkx.DiGraph, dict[Node, Node | None]]:
+    """Return the happens-before graph, and `ScheduleFacts.last_decodes`."""
     order = networkx.DiGraph()
-    last_compute: Node | None = None
-    last_work: SideWork | None = None
+    last_on: dict[str, object] = {}
+    # Encoded buffers that are free, each by the last decode from there.
+    free_buffers: deque[Node | None] = deque([None] * ENCODED_BUFFERS)
+    last_decodes: dict[Node, Node | None] = {}
     for node in nodes:
-        if is_call(node, prefetch, decode):
-            work = side_work(node)
-            order.add_node(work)
-            if last_work is not None:
-                order.add_edge(last_work, work)
-            last_work = work
-            after = node.kwargs.get("after")
-            if isinstance(after, Node) and after in order:
-                # The release records the event. Waiting for an event that is not yet recorded does not wait at all.
-                order.add_edge(after, work)
-            continue
-        order.add_node(node)
-        if last_compute is not None:
-            order.add_edge(last_compute, node)
-        last_compute = node
-        if is_call(node, acquire) and isinstance(node.args[0], Node) and side_work(node.args[0]) in order:
-            order.add_edge(side_work(node.args[0]), node)
-    return order
+        is_side, is_decode = is_call(node, prefetch, decode), is_call(node, decode)
+        work = side_work(node) if is_side else node
+        stream = ("decode" if is_decode else "copy") if is_side else "compute"
+        order.add_node(work)
+        if stream in last_on:
+            order.add_edge(last_on[stream], work)
+        last_on[stream] = work
+        copied, is_encoded = node.args[0] if node.args else None, node.kwargs.get("bank") in encoded
+        if is_call(node, decode, acquire) and isinstance(copied, Node) and side_work(copied) in order:
+            order.add_edge(side_work(copied), work)
+        after = node.kwargs.get("after")
+        if is_call(node, prefetch) and is_encoded:
+            if free_buffers:
+                last_decodes[node] = last = free_buffers.popleft()
+                if last is not None:
+                    order.add_edge(side_work(last), work)
+        elif is_side and isinstance(after, Node) and after in order:
+            # The release records the event. Waiting for an event that is not yet recorded does not wait at all.
+            order.add_edge(after, work)
+        if is_decode and is_encoded:
+            free_buffers.append(node)
+    return order, last_decodes
 
 
 def _no_gather_left(facts: ScheduleFacts) -> Iterator[str]:
@@ -195,23 +218,30 @@ def _paired(facts: ScheduleFacts) -> Iterator[str]:
 
 
 def _decoded(facts: ScheduleFacts) -> Iterator[str]:
-    formats = {spec.index: spec.format for spec in facts.plan.banks}
-    operations = [node for node in facts.graph.nodes if is_call(node, *SLOT_OPS)]
-    following = dict(itertools.pairwise(operations))
     for filled in facts.prefetches:
         bank, decodes = filled.kwargs["bank"], facts.decodes_of(filled)
-        bank_format = formats.get(bank)  # type: ignore[arg-type]
-        expected = int(bank_format is not None and bank_format.is_encoded)
+        expected = int(facts.is_encoded(filled))
         if len(decodes) != expected:
-            state = f"is encoded ({bank_format.decoder})" if bank_format is not None and expected else "needs none"
+            state = f"is encoded ({facts.plan.bank(bank).format.decoder})" if expected else "needs none"  # type: ignore[arg-type]
             yield f"{filled.name} has {len(decodes)} decodes, and bank {bank} {state}"
         for decoded in decodes:
-            if following.get(filled) is not decoded:
-                # An operation between them may copy another bank into the encoded buffer.
-                yield f"{decoded.name} does not directly follow {filled.name}, whose copy it decodes"
             for tensors in facts.acquires:
                 if tensors.args[0] is filled:
                     yield f"{tensors.name} acquires {filled.name}, which is not yet decoded, instead of {decoded.name}"
+    for earlier, later in facts.successive_fillings():
+        first, second = facts.slot_writes(earlier)[-1], facts.slot_writes(later)[0]
+        if facts.host_order[second] < facts.host_order[first]:
+            # The ring takes the first prefetch of a run for the first filling of its slot.
+            yield f"{second.name} fills slot {later.kwargs['slot']} before {first.name}, but {earlier.name} comes first"
+
+
+def _buffer_is_free(facts: ScheduleFacts) -> Iterator[str]:
+    for filled in filter(facts.is_encoded, facts.prefetches):
+        if filled not in facts.last_decodes:
+            yield f"{filled.name} copies an encoded bank, and {ENCODED_BUFFERS} others are not yet decoded"
+        last = facts.last_decodes.get(filled)
+        if last is not None and not facts.happens_before(side_work(last), side_work(filled)):
+            yield f"{filled.name} may overwrite the encoded buffer that {last.name} reads"
 
 
 def _same_bank_and_slot(facts: ScheduleFacts) -> Iterator[str]:
@@ -247,8 +277,10 @@ def _read_after_write(facts: ScheduleFacts) -> Iterator[str]:
     for filled in facts.prefetches:
         for tensors in facts.acquires_of(filled):
             for write in facts.slot_writes(filled):
-                if not facts.happens_before(write, tensors):
-                    yield f"{tensors.name} precedes {write[1].name}, so that it waits for nothing"
+                if not facts.happens_before(side_work(write), tensors):
+                    yield f"{tensors.name} precedes {write.name}, so that it waits for nothing"
+                if write is not filled and not facts.happens_before(side_work(filled), side_work(write)):
+                    yield f"{write.name} precedes {filled.name}, whose copy it decodes"
             for reader in facts.compute_readers(tensors):
                 # The reader uses the tensors of this acquire, even if another acquire happens to be late enough.
                 if not facts.happens_before(tensors, reader):
@@ -265,31 +297,35 @@ def _read_before_release(facts: ScheduleFacts) -> Iterator[str]:
 
 def _write_after_read(facts: ScheduleFacts) -> Iterator[str]:
     for earlier, later in facts.successive_fillings():
-        after = later.kwargs.get("after")
-        if isinstance(after, Node) and facts.host_order[after] > facts.host_order[later]:
-            yield f"{later.name} waits for {after.name}, which comes after it, so that it waits for nothing"
-        for tensors in facts.acquires_of(earlier):
-            for reader in [tensors, *facts.compute_readers(tensors)]:
-                if not all(facts.happens_before(reader, write) for write in facts.slot_writes(later)):
-                    yield f"{later.name} may overwrite slot {later.kwargs['slot']} while {reader.name} reads it"
+        for write in facts.slot_writes(later):
+            after = write.kwargs.get("after")
+            if isinstance(after, Node) and facts.host_order[after] > facts.host_order[write]:
+                yield f"{write.name} waits for {after.name}, which comes after it, so that it waits for nothing"
+            for tensors in facts.acquires_of(earlier):
+                for reader in [tensors, *facts.compute_readers(tensors)]:
+                    if not facts.happens_before(reader, side_work(write)):
+                        yield f"{write.name} may overwrite slot {later.kwargs['slot']} while {reader.name} reads it"
 
 
 def _waits_for_event(facts: ScheduleFacts) -> Iterator[str]:
     refills = {later for _, later in facts.successive_fillings()}
     for filled in facts.prefetches:
-        after = filled.kwargs.get("after")
-        if filled not in refills and after is not None:
-            # The ring would treat it as a refill, and discard the slot's content from before the run.
-            yield f"{filled.name} is the first to fill slot {filled.kwargs['slot']}, but waits for {_name(after)}"
+        if facts.is_encoded(filled) and filled.kwargs.get("after") is not None:
+            yield f"{filled.name} waits for {_name(filled.kwargs['after'])}, but only its decode writes into the slot"
+        for write in facts.slot_writes(filled) if filled not in refills else ():
+            if (after := write.kwargs.get("after")) is not None:
+                # The ring would treat it as a refill, and discard the slot's content from before the run.
+                yield f"{write.name} is the first to fill slot {filled.kwargs['slot']}, but waits for {_name(after)}"
     for earlier, later in facts.successive_fillings():
-        after = later.kwargs.get("after")
         expected = [done for tensors in facts.acquires_of(earlier) for done in facts.releases_of(tensors)]
-        # A later release is also safe, because it happens on the same stream.
-        if after not in facts.releases or not any(facts.happens_before(done, after) for done in expected):
-            yield (
-                f"{later.name} refills slot {later.kwargs['slot']} but waits for {_name(after)}, not for "
-                f"{' or '.join(node.name for node in expected) or 'any release'}"
-            )
+        for write in facts.slot_writes(later):
+            after = write.kwargs.get("after")
+            # A later release is also safe, because it happens on the same stream.
+            if after not in facts.releases or not any(facts.happens_before(done, after) for done in expected):
+                yield (
+                    f"{write.name} refills slot {later.kwargs['slot']} but waits for {_name(after)}, not for "
+                    f"{' or '.join(node.name for node in expected) or 'any release'}"
+                )
 
 
 def _name(value: object) -> object:
@@ -331,7 +367,8 @@ def _stays_inside(facts: ScheduleFacts) -> Iterator[str]:
 RULES: dict[str, Rule] = {
     "all_scheduled": Rule("no synchronous gather is left", _no_gather_left),
     "one_acquire_one_release": Rule("every prefetch has exactly one acquire and one release", _paired),
-    "decoded_behind_copy": Rule("an encoded bank is decoded once, right behind its copy, and no other is", _decoded),
+    "decoded_once": Rule("an encoded bank is decoded once, and no other is", _decoded),
+    "buffer_is_free": Rule("a copy into an encoded buffer happens after the last decode from there", _buffer_is_free),
     "same_bank_and_slot": Rule("a stay keeps its bank and its slot", _same_bank_and_slot),
     "follows_plan": Rule("the graph holds exactly the stays of the plan", _follows_plan),
     "fits_ring": Rule("a bank goes into a slot that exists and is large enough", _fits_ring),

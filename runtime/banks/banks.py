@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
 from moepass.models.layouts.packed_floats import PackedFormula
-from moepass.passes.ir.bank_format import BankFormat
+from moepass.passes.ir.bank_format import BankFormat, ring_bytes
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import parameter_places, shard_layout
@@ -195,13 +195,13 @@ class BankStore:
 
     @property
     def encoded_buffer_bytes(self) -> int:
-        """Bytes of the ring's buffer for the largest encoded bank; 0 if no bank is encoded."""
+        """Bytes of each encoded buffer of the ring, which holds any encoded bank; 0 if no bank is encoded."""
         return max((bank.spec.format.encoded_bytes for bank in self.banks), default=0)
 
     @property
     def ring_bytes(self) -> int:
-        """Most bytes that the ring takes on the compute device: slots for complete banks, and an encoded buffer."""
-        return self.ring_slots * self.slot_bytes + self.encoded_buffer_bytes
+        """Most bytes that the ring takes on the compute device: slots for complete banks, and encoded buffers."""
+        return ring_bytes(self.ring_slots, self.slot_bytes, self.encoded_buffer_bytes)
 
     @property
     def device_bytes(self) -> int:

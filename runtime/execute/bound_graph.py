@@ -35,7 +35,7 @@ class SegmentError(MoepassError, RuntimeError):
 # Each call takes the ring, the graph's banks, and the arguments of the slot operation.
 _RING_CALLS: dict[Any, Callable[..., Any]] = {
     prefetch: lambda ring, banks, shards, bank, slot, after: ring.prefetch(shards, banks[bank], slot, after),
-    decode: lambda ring, banks, copied, bank, slot: ring.decode(copied, banks[bank], slot),
+    decode: lambda ring, banks, copied, bank, slot, after: ring.decode(copied, banks[bank], slot, after),
     acquire: lambda ring, banks, filled, bank, slot: ring.acquire(filled, banks[bank], slot),
     release: lambda ring, banks, tensors, bank, slot, last: ring.release(slot, last),
 }

@@ -47,7 +47,7 @@ class GatherAction(Action):
 
     def fill(self, copy: SlotCopy, link: Link) -> None:
         """Gather with the other ranks, once the slot is free. Raises the same PeerError on all ranks."""
-        copy.lane.wait_on_host(copy.after)
+        copy.wait_for_slot()
         try:
             started = self._gather(copy)
         except PeerError:

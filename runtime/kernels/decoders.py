@@ -1,7 +1,7 @@
 """Decoding of a bank that rests as its checkpoint stores it, quantised, into the tensors of a slot.
 
-It runs with the copies: on a CPU in the copy thread, on CUDA on the copy stream, where it may allocate memory but must
-not wait for the device.
+It runs beside the copies: on a CPU in a second thread, on CUDA on a second stream, where it may allocate memory but
+must not wait for the device.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class RingStatistics:
     """Counts and times of a ring since it was made.
 
     Attributes:
-        copies: Copies started, into slots or into the encoded buffer.
+        copies: Copies started, into slots or into encoded buffers.
         copied_bytes: Bytes of these copies.
         link_bytes: Bytes among `copied_bytes` that came over the link; the rest came from this rank's own shards.
         decodes: Banks decoded.
@@ -52,10 +52,11 @@ class RingStatistics:
 
 
 class Copier:
-    """Fills slots on `lane` in the order of `submit`.
+    """Copies on `lane` in the order of `submit`, and decodes on another lane in the order of `decode`.
 
-    Copies that need the host (files, gathers, staging buffers) and all copies on a CPU run on `thread`. Without a
-    thread, `submit` itself issues the copy to the stream of the lane; an emulated link needs a thread.
+    Copies that need the host (files, gathers, staging buffers) and all copies on a CPU run on `thread`, and decodes
+    then run on another thread. Without a thread, `submit` and `decode` themselves issue the work to the stream of its
+    lane; an emulated link needs a thread.
     """
 
     def __init__(
@@ -66,35 +67,48 @@ class Copier:
         link: Link = _REAL_LINK,
     ) -> None:
         self._lane, self._transport, self._thread, self._link = lane, transport, thread, link
+        # Both are made by the first decode.
+        self._decode_lane: Lane | None = None
+        self._decode_thread: CopyThread | None = None
         # Copies and decodes that no run has waited for yet.
         self._pending: list[SlotCopy] = []
+        # Copies and decodes that no run will wait for, and that may not have ended.
+        self._abandoned: list[SlotCopy] = []
         # The moments at which the computation began to wait, and at which it went on.
         self._waits: deque[tuple[Moment, Moment]] = deque()
 
-    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> SlotCopy:
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object, follows: SlotCopy | None = None) -> SlotCopy:
         """Start to copy `fetch` into `target`, flat uint8, once the moment `after` of `event` has passed.
 
-        The target is a slot, or the encoded buffer, which `decode` reads.
+        The target is an encoded buffer, which `decode` reads, or a slot. `follows` is the last decode from this buffer,
+        or abandoned work into this slot.
         """
         action = self._transport.action(fetch.bank, fetch.sources)
-        return self._start(SlotCopy(fetch.sources, target, fetch.bank.name, action, self._lane, after))
+        copy = SlotCopy(fetch.sources, target, fetch.bank.name, action, self._lane, after, follows)
+        return self._start(copy, self._thread)
 
-    def decode(self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor, slot: torch.Tensor) -> SlotCopy:
-        """Start to fill `slot` by `decoder` from `encoded`, which the last submitted copy, `copied`, fills.
+    def decode(
+        self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor, slot: torch.Tensor, after: object
+    ) -> SlotCopy:
+        """Start to fill `slot`, which is free after `after`, by `decoder` from `encoded`, which `copied` fills.
 
         The returned copy replaces `copied`: waiting for it includes waiting for `copied`.
         """
+        if self._decode_lane is None:
+            self._decode_lane = self._lane.another()
+            self._decode_thread = None if self._thread is None else self._thread.another()
         self._pending.remove(copied)
-        decode = SlotCopy((), slot, copied.label, DecodeAction(copied, decoder, encoded), self._lane)
+        action = DecodeAction(copied, decoder, encoded)
+        decode = SlotCopy((), slot, copied.label, action, self._decode_lane, after, copied)
         decode.abandoned = copied.abandoned
-        return self._start(decode)
+        return self._start(decode, self._decode_thread)
 
-    def _start(self, copy: SlotCopy) -> SlotCopy:
-        if self._thread is None:
+    def _start(self, copy: SlotCopy, thread: CopyThread | None) -> SlotCopy:
+        if thread is None:
             copy.perform(self._link)
             copy.finished.set()
         else:
-            self._thread.submit(copy)
+            thread.submit(copy)
         self._pending.append(copy)
         recording = current_recording()
         if recording is not None:
@@ -112,13 +126,14 @@ class Copier:
         ended = self._lane.mark_computation()
         self._waits.append((started, ended))
         self.settle(statistics)
-        statistics.staged_bytes += copy.staged_bytes
-        statistics.unstaged_bytes += copy.unstaged_bytes
+        statistics.staged_bytes += sum(stage.staged_bytes for stage in copy.stages)
+        statistics.unstaged_bytes += sum(stage.unstaged_bytes for stage in copy.stages)
         self._pending.remove(copy)
         recording = current_recording()
         if recording is not None:
             # The copy may have been started before the recording.
-            recording.add_copy(copy, self._link.is_emulated)
+            for stage in copy.stages:
+                recording.add_copy(stage, self._link.is_emulated)
             recording.add("wait", copy.label, COMPUTE, started, ended)
         return functools.partial(seconds_between, started, ended)
 
@@ -130,24 +145,31 @@ class Copier:
         """Drop a copy that no run will wait for."""
         copy.abandoned.set()
         self._pending.remove(copy)
+        self._abandoned = [work for work in (*self._abandoned, copy) if not work.finished.is_set()]
 
     def quiesce(self) -> None:
         """Abandon all copies, and block until they have ended and no issued computation reads a slot, on any stream."""
         for copy in self._pending:
             copy.abandoned.set()
-        for copy in self._pending:
+        for copy in (*self._pending, *self._abandoned):
             copy.finished.wait()
         self._pending.clear()
-        self._lane.synchronize()
+        self._abandoned.clear()
+        self._synchronize()
 
     def close(self) -> None:
         """Block until all users of the ring's memory that hold no reference to it are done. Any thread may call it."""
         if self._lane.is_synchronous:
             return
-        # This may be the copy thread, which cannot wait for its own copies. They hold the memory that they use.
+        # This may be one of the threads, which cannot wait for its own work. They hold the memory that they use.
         for copy in self._pending:
             copy.abandoned.set()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         self._lane.synchronize()
+        if self._decode_lane is not None:
+            self._decode_lane.synchronize()
 
     def settle(self, statistics: RingStatistics) -> None:
         """Add the waits that have ended since the last call to `statistics`, without waiting for the others."""

@@ -1,4 +1,4 @@
-"""Copies into slots: the record of one copy, its action, and the thread that performs copies in the background."""
+"""Copies and decodes into slots: the record of one of them, its action, and the thread that performs them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
 
 from moepass.models.errors import MoepassError
+from moepass.passes.ir.timeline import COPY, DECODE
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.lanes import HOST_LANE, Lane
@@ -28,7 +29,12 @@ class CopyError(MoepassError, RuntimeError):
 
 
 class Action:
-    """The work of a copy: how its slot is filled. By default it copies the bytes of all sources, slice by slice."""
+    """The work of a copy: how its slot is filled. By default it copies the bytes of all sources, slice by slice.
+
+    `stream` is the name of the work in timelines, and of the stream that shows it.
+    """
+
+    stream = COPY
 
     def fill(self, copy: SlotCopy, link: Link) -> None:
         """Fill the slot of `copy` on its lane, unless the copy is abandoned, and take the time of an emulated `link`.
@@ -39,6 +45,10 @@ class Action:
         started = time.perf_counter()
         if copy.bring(copy.sources):
             copy.wait_for_link(link, started)
+
+    def stages(self, copy: SlotCopy) -> tuple[SlotCopy, ...]:
+        """Return the work that fills a slot if `copy` comes last: a copy alone, or a copy and a decode."""
+        return (copy,)
 
     def raise_error(self, label: str, error: BaseException) -> NoReturn:
         """Raise `error`, the failure of the copy of bank `label`, in the thread that waits for the copy."""
@@ -57,25 +67,33 @@ COPY_BYTES = Action()
 
 
 class DecodeAction(Action):
-    """Fills the slot by `decoder` from the bytes at `encoded`, once the copy `copied` has brought them."""
+    """Fills the slot by `decoder` from the bytes at `encoded`, which the copy `copied` has brought."""
+
+    stream = DECODE
 
     def __init__(self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor) -> None:
         self._copied, self._decoder, self._encoded = copied, decoder, encoded
 
     def fill(self, copy: SlotCopy, link: Link) -> None:
-        """Decode once the copy is finished. Raises the error of the copy if that failed."""
+        """Decode. Raises the error of the copy if that failed."""
         self._copied.wait()
         if not copy.abandoned.is_set():
             self._decoder(self._encoded, copy.slot)
 
+    def stages(self, copy: SlotCopy) -> tuple[SlotCopy, ...]:
+        """Return the copy that brought the bytes, and its decode."""
+        return (self._copied, copy)
+
 
 class SlotCopy:
-    """One copy into a slot: queued, running or finished.
+    """One copy or decode into a slot, or one copy into an encoded buffer: queued, running or finished.
 
     Attributes:
         sources: The memory or files to read, into `slot`, flat uint8. Empty for a decode.
         label: The name of the bank, for errors and timelines.
         after: The moment at which the slot is free. None if it is free already.
+        follows: The work, on any lane, that must end before this begins: the copy whose bytes are decoded, the last
+            decode from the encoded buffer, or abandoned work into the slot. None once this has ended.
         abandoned: Set once no run needs the bytes; `finished` follows soon.
         finished: Set once the thread has done its part. On a stream the bytes may arrive later: see `filled`.
         performed: The moments at which the copy began and ended, on its lane. None until then.
@@ -89,15 +107,26 @@ class SlotCopy:
         action: Action = COPY_BYTES,
         lane: Lane = HOST_LANE,
         after: object = None,
+        follows: SlotCopy | None = None,
     ) -> None:
         self.sources, self.slot, self.label = tuple(sources), slot, label
-        self.action, self.lane, self.after = action, lane, after
+        self.action, self.lane, self.after, self.follows = action, lane, after, follows
         self.abandoned = threading.Event()
         self.finished = threading.Event()
         self.performed: tuple[Moment, Moment] | None = None
         self.error: BaseException | None = None
         self.staged_bytes = 0
         self.unstaged_bytes = 0
+
+    @property
+    def stages(self) -> tuple[SlotCopy, ...]:
+        """The work that has filled the slot once this is finished, in order."""
+        return self.action.stages(self)
+
+    @property
+    def stream(self) -> str:
+        """The stream of timelines that shows this."""
+        return self.action.stream
 
     @property
     def filled(self) -> Moment:
@@ -118,13 +147,28 @@ class SlotCopy:
 
     def perform(self, link: Link) -> None:
         """Fill the slot on the lane, in the calling thread, unless the copy is abandoned."""
+        if self.follows is not None:
+            self.follows.finished.wait()
         with self.lane.active():
-            began = self.lane.begin(self.after)
+            began = self.lane.begin(*self._awaited())
             try:
                 self.action.fill(self, link)
             finally:
                 self.performed = (began, self.lane.mark())
-                self.lane.keep(self.filled, (self.sources, self.slot))
+                self.lane.keep(self.filled, (self.sources, self.slot, self.action))
+                # It would keep all work before it in memory.
+                self.follows = None
+
+    def _awaited(self) -> Iterator[object]:
+        """Yield the moments at which the slot and its source are ready for this copy, which is performed now."""
+        yield self.after
+        if self.follows is not None:
+            yield self.follows.filled
+
+    def wait_for_slot(self) -> None:
+        """Block until the slot is free; while the copy is performed."""
+        for moment in self._awaited():
+            self.lane.wait_on_host(moment)
 
     def check_bounds(self) -> None:
         """Raise ValueError if a piece would leave its source or the slot."""
@@ -157,6 +201,10 @@ class CopyThread:
         self._work = _CopyWork(link)
         run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
         weakref.finalize(self, self._work.queue.put, None)
+
+    def another(self) -> CopyThread:
+        """Return another thread of this kind, for work that moves nothing over the link."""
+        return CopyThread(Link())
 
     def submit(self, copy: SlotCopy) -> SlotCopy:
         """Queue `copy` and return it."""

@@ -1,4 +1,4 @@
-"""Lanes, and the slices in which they copy: a CPU's copy thread does the work itself; on CUDA a copy stream does."""
+"""Lanes, and the slices in which they copy: on a CPU the calling thread does the work itself; on CUDA a stream does."""
 
 from __future__ import annotations
 
@@ -80,8 +80,12 @@ class Lane:
         """Return a context in which operators of torch run on this lane."""
         return contextlib.nullcontext()
 
-    def begin(self, after: object) -> Moment:
-        """Delay the work that follows until the moment `after`; return a moment that passes when this work begins."""
+    def another(self) -> Lane:
+        """Return a lane to the same device, whose work does not wait for the work of this one."""
+        return self
+
+    def begin(self, *after: object) -> Moment:
+        """Delay the work that follows until the moments `after`; return a moment that passes when this work begins."""
         return time.perf_counter()
 
     def mark(self) -> Moment:
@@ -124,7 +128,7 @@ class BounceBuffer:
 
 
 class StreamLane(Lane):
-    """A copy stream of `device`, with moments that are CUDA events.
+    """A stream of `device` for copies or for decodes, with moments that are CUDA events.
 
     One thread at a time may give work to a lane. Bytes that the device cannot read pass through bounce buffers.
     """
@@ -134,7 +138,7 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Copies between host and device run on copy engines, which ignore priorities. Decoders and copies inside the
-        # device run on SMs: they are short, and the link is idle until they are done, so they go first.
+        # device run on SMs: they are short, and later copies wait for them, so they go first.
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._bounce: deque[BounceBuffer] = deque()
         # Memory in use by copies that may not be done yet, with the event after which it is free.
@@ -167,13 +171,18 @@ class StreamLane(Lane):
         return buffer
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the copy stream is the current one."""
+        """Return a context in which the lane's stream is the current one."""
         return torch.cuda.stream(self.stream)
 
-    def begin(self, after: object) -> Moment:
-        """Make the stream wait for the event `after`; return an event on the stream."""
-        if isinstance(after, torch.cuda.Event):
-            self.stream.wait_event(after)
+    def another(self) -> StreamLane:
+        """Return a lane with another stream of the device."""
+        return StreamLane(self._device)
+
+    def begin(self, *after: object) -> Moment:
+        """Make the stream wait for the events among `after`; return an event on the stream."""
+        for event in after:
+            if isinstance(event, torch.cuda.Event):
+                self.stream.wait_event(event)
         return recorded_event(self.stream)
 
     def mark(self) -> Moment:

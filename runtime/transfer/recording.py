@@ -14,17 +14,21 @@ from typing import Protocol
 import torch
 
 from moepass.models.errors import InputError
-from moepass.passes.ir.timeline import COPY, Event, Timeline, timeline_of
+from moepass.passes.ir.timeline import Event, Timeline, timeline_of
 
 # A time of `time.perf_counter`, or a timed event on a CUDA stream.
 Moment = float | torch.cuda.Event
 
 
 class RecordedCopy(Protocol):
-    """A copy that can be shown on a timeline, with the moments at which it began and ended."""
+    """A copy or decode that a timeline can show on `stream`, with the moments at which it began and ended."""
 
     label: str
     performed: tuple[Moment, Moment] | None
+
+    @property
+    def stream(self) -> str:
+        """The name of its stream and of its operation: `copy` or `decode`."""
 
     def end(self) -> None:
         """Block until it has ended."""
@@ -101,7 +105,7 @@ class TimelineRecording:
             torch.cuda.synchronize(self._clock[0])
         for copy in self._copies.values():
             if copy.performed is not None:
-                self._spans.append(("copy", copy.label, COPY, *copy.performed))
+                self._spans.append((copy.stream, copy.label, copy.stream, *copy.performed))
         events = [
             Event(op, layer, stream, self._seconds(started), self._seconds(ended))
             for op, layer, stream, started, ended in self._spans
@@ -135,8 +139,8 @@ def record_timeline() -> Iterator[TimelineRecording]:
     """Record every run of a compiled model that this thread makes inside the block, on a CPU or a CUDA device.
 
     After the block, `.timeline` of the recording has the segments and the waits for banks on stream `compute`, the
-    transfers on stream `copy`, and the runs of graphs on stream `host`. On CUDA the first two are timed by events on
-    their streams. A run on another device raises InputError.
+    transfers on stream `copy`, the decoding of encoded banks on stream `decode`, and the runs of graphs on stream
+    `host`. On CUDA all but the last are timed by events on their streams. A run on another device raises InputError.
     """
     recording = TimelineRecording()
     token = _recording.set(recording)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
 from moepass.models.errors import InputError
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import BankSpec, GatherSignature
 from moepass.passes.ir.shards import expert_range, pieces_in_slot, shard_layout, slot_layout
 from moepass.runtime.kernels.decoders import decode_bank
@@ -40,10 +42,23 @@ _REENTERED = (
 
 
 @dataclasses.dataclass
+class EncodedBuffer:
+    """Memory that encoded banks are copied into and decoded from, one at a time.
+
+    The next copy into it waits for the moment `after`, and for the last decode from it, `decoded`.
+    """
+
+    memory: torch.Tensor
+    after: object = None
+    decoded: SlotCopy | None = None
+
+
+@dataclasses.dataclass
 class EncodedCopy:
-    """The copy of an encoded bank into the encoded buffer; `copied` is None once its decode was issued."""
+    """The copy of an encoded bank into `buffer`; `copied` is None once its decode was issued."""
 
     copied: SlotCopy | None
+    buffer: EncodedBuffer
 
 
 @dataclasses.dataclass
@@ -78,6 +93,8 @@ class Ring:
     # Buffers that no run uses, the one that has been free for longest first, and the moments at which they became free.
     _free: list[int]
     _freed: dict[int, object]
+    # Encoded buffers whose decode was issued, the one that has been free for longest first.
+    _free_encoded: deque[EncodedBuffer]
 
     def __init__(
         self, slots: int, slot_bytes: int, device: torch.device, copier: Copier, home: Home = _THIS_PROCESS
@@ -91,10 +108,12 @@ class Ring:
         self._views: dict[tuple[int, BankSpec], tuple[BankTensor, ...]] = {}
         # For banks in parts: the sources of the home, and the same sources with the pieces that go into a slot.
         self._sources: dict[BankSpec, tuple[Sequence[Source], tuple[Source, ...]]] = {}
-        # The last fetch of the current run, by slot.
+        # The last fetch of a bank in parts in the current run, by slot.
         self._fetches: dict[int, Fetch] = {}
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
+        # The last dropped copy or decode into a buffer, which the next copy into it follows.
+        self._dropped: dict[int, SlotCopy] = {}
         # The waits of the present run, or of the last one.
         self.waits: list[Wait] = []
         self._take_buffers(slots, slot_bytes, 0)
@@ -123,16 +142,16 @@ class Ring:
     @property
     def device_bytes(self) -> int:
         """The bytes that the ring occupies on the compute device."""
-        return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
+        return sum(buffer.numel() for buffer in [*self._buffers, *self._encoded_buffers])
 
     def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
-        """Enlarge the ring to at least these sizes.
+        """Enlarge the ring to at least these sizes; there are `ENCODED_BUFFERS` encoded buffers.
 
         If it must grow, it is emptied first. Raises InputError if it must grow while this thread is inside a run.
         """
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
-            sizes = self.slots, largest, self._encoded_buffer.numel()
+            sizes = self.slots, largest, self._encoded_buffers[0].numel()
             enlarged = tuple(map(max, sizes, (slots, slot_bytes, encoded_buffer_bytes)))
             if enlarged == sizes:
                 return
@@ -141,16 +160,19 @@ class Ring:
             # Free the old buffers first: both together may not fit into memory.
             self._views.clear()
             self._buffers.clear()
-            del self._encoded_buffer
+            self._encoded_buffers.clear()
+            self._free_encoded.clear()
             self._take_buffers(*enlarged)
 
     def _take_buffers(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> None:
         self._buffers = _buffers(slots, slot_bytes, self.device)
-        # Encoded banks are copied here and decoded from here.
-        (self._encoded_buffer,) = _buffers(1, encoded_buffer_bytes, self.device)
+        self._encoded_buffers = _buffers(ENCODED_BUFFERS, encoded_buffer_bytes, self.device)
         self._forget_runs()
         # The allocator may hand out memory that work issued so far still uses.
-        self._freed = dict.fromkeys(range(slots), self._copier.event())
+        issued = self._copier.event()
+        self._freed = dict.fromkeys(range(slots), issued)
+        for encoded in self._free_encoded:
+            encoded.after = issued
 
     @contextlib.contextmanager
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
@@ -190,11 +212,16 @@ class Ring:
         """Start to fill `slot` with `bank` once `after` has passed; return the copy for `decode` or `acquire`.
 
         `shards` are inputs of the graph; the home decides whether it reads them. `after` is a moment that `release`
-        returned, or None if the run has not used the slot before.
+        returned, or None if the run has not used the slot before. An encoded bank is copied before the slot is free,
+        so only its decode has an `after`.
+
+        Raises InputError if the bank is encoded, and all encoded buffers hold banks that are not yet decoded.
         """
         buffer = self._buffer_of[slot]
-        fetch = self._fetches[slot] = Fetch(bank, self._sources_for_slot(bank, shards))
-        if after is not None:
+        fetch = Fetch(bank, self._sources_for_slot(bank, shards))
+        if bank.in_parts:
+            self._fetches[slot] = fetch
+        if after is not None or slot in self._beginning:
             return self._begin_copy(fetch, buffer, after)
         filled = self._take_ahead(buffer, fetch) or self._begin_copy(fetch, buffer, self._freed.get(buffer))
         self._beginning[slot] = fetch
@@ -214,10 +241,11 @@ class Ring:
             self._sources[bank] = cached = (sources, moved)
         return cached[1]
 
-    def decode(self, copied: object, bank: BankSpec, slot: int) -> SlotCopy:
-        """Start to decode `bank` into `slot` from `copied`, the last prefetch; return the copy to acquire.
+    def decode(self, copied: object, bank: BankSpec, slot: int, after: object) -> SlotCopy:
+        """Start to decode `bank` into `slot` once `after` has passed; return the copy to acquire.
 
-        Raises InputError if the copy was decoded already.
+        `copied` comes from the bank's prefetch. `after` is a moment that `release` returned, or None if the run has not
+        used the slot before. Raises InputError if the copy was decoded already.
         """
         if not isinstance(copied, EncodedCopy):
             assert isinstance(copied, SlotCopy), "prefetch returned it"
@@ -226,8 +254,8 @@ class Ring:
             raise InputError(
                 f"bank {bank.name} was decoded already from this copy; a copy can be decoded once", name=bank.name
             )
-        filled = self._decode(copied.copied, bank, self._buffer_of[slot])
-        copied.copied = None
+        buffer = self._buffer_of[slot]
+        filled = self._decode(copied, bank, buffer, self._freed.get(buffer) if after is None else after)
         self._fill_free_ahead()
         return filled
 
@@ -250,7 +278,8 @@ class Ring:
         self.waits.append(self._copier.wait(filled, self._statistics))
         key = (self._buffer_of[slot], bank)
         if key not in self._views:
-            self._views[key] = self._bank_tensors(bank, self._buffers[key[0]], self._fetches[slot].sources)
+            sources = self._fetches[slot].sources if bank.in_parts else ()
+            self._views[key] = self._bank_tensors(bank, self._buffers[key[0]], sources)
         return self._views[key]
 
     def _bank_tensors(self, bank: BankSpec, slot: torch.Tensor, sources: Sequence[Source]) -> tuple[BankTensor, ...]:
@@ -302,6 +331,9 @@ class Ring:
         for buffer in list(self._ahead):
             self._drop_ahead(buffer)
         self._copier.quiesce()
+        self._dropped.clear()
+        for encoded in self._free_encoded:
+            encoded.decoded = None
         self._order = LearnedOrder()
         self._views.clear()
         self._sources.clear()
@@ -311,6 +343,8 @@ class Ring:
         self._buffer_of = list(range(self.slots))
         self._free = list(range(self.slots))
         self._freed = {}
+        self._free_encoded = deque(map(EncodedBuffer, self._encoded_buffers))
+        self._dropped.clear()
         self._beginning, self._has_begun = {}, False
         self._graph, self._used = None, 0
 
@@ -325,10 +359,11 @@ class Ring:
         if ahead is not None and ahead.contents == contents:
             return
         self._drop_ahead(buffer)
+        if fetch.bank.format.is_encoded and not self._free_encoded:
+            return
         filled = self._begin_copy(fetch, buffer, self._freed.get(buffer))
         if isinstance(filled, EncodedCopy):
-            assert filled.copied is not None, "it was just started"
-            filled = self._decode(filled.copied, fetch.bank, buffer)
+            filled = self._decode(filled, fetch.bank, buffer, self._freed.get(buffer))
         self._ahead[buffer] = Ahead(fetch, contents, filled)
 
     def _take_ahead(self, buffer: int, fetch: Fetch) -> SlotCopy | None:
@@ -344,22 +379,40 @@ class Ring:
         if ahead is not None:
             self._statistics.ahead_wasted += 1
             self._copier.abandon(ahead.filled)
+            self._dropped[buffer] = ahead.filled
 
     def _begin_copy(self, fetch: Fetch, buffer: int, after: object) -> SlotCopy | EncodedCopy:
-        """Start the copy of a prefetch. An encoded bank must be decoded before the next copy starts."""
+        """Start the copy of a prefetch: into `buffer` once `after` has passed, or into an encoded buffer."""
+        is_encoded = fetch.bank.format.is_encoded
+        if is_encoded and not self._free_encoded:
+            raise InputError(
+                f"bank {fetch.bank.name} cannot be copied: the {ENCODED_BUFFERS} encoded buffers hold banks that are "
+                "not yet decoded; decode one of them first",
+                name=fetch.bank.name,
+            )
         self.home.copying(fetch.bank)
         self._statistics.copies += 1
         self._statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
         self._statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
-        if not fetch.bank.format.is_encoded:
-            return self._copier.submit(fetch, self._buffers[buffer], after)
-        return EncodedCopy(self._copier.submit(fetch, self._encoded_buffer[: fetch.bank.format.link_bytes], after))
+        if not is_encoded:
+            return self._copier.submit(fetch, self._buffers[buffer], after, self._dropped.pop(buffer, None))
+        encoded = self._free_encoded.popleft()
+        target = encoded.memory[: fetch.bank.format.link_bytes]
+        return EncodedCopy(self._copier.submit(fetch, target, encoded.after, encoded.decoded), encoded)
 
-    def _decode(self, copied: SlotCopy, bank: BankSpec, buffer: int) -> SlotCopy:
+    def _decode(self, encoded_copy: EncodedCopy, bank: BankSpec, buffer: int, after: object) -> SlotCopy:
+        """Start to decode `bank` into `buffer` once `after` has passed, and let copies have its encoded buffer."""
         self._statistics.decodes += 1
-        encoded = self._encoded_buffer[: bank.format.link_bytes]
-        slot = self._buffers[buffer][: bank.format.slot_bytes]
-        return self._copier.decode(copied, functools.partial(decode_bank, bank), encoded, slot)
+        # A dropped copy into the buffer precedes the copy whose bytes are decoded, and a dropped decode this decode.
+        self._dropped.pop(buffer, None)
+        copied, encoded_copy.copied = encoded_copy.copied, None
+        assert copied is not None, "it is decoded once"
+        encoded = encoded_copy.buffer
+        memory, slot = encoded.memory[: bank.format.link_bytes], self._buffers[buffer][: bank.format.slot_bytes]
+        encoded.decoded = self._copier.decode(copied, functools.partial(decode_bank, bank), memory, slot, after)
+        encoded.after = None
+        self._free_encoded.append(encoded)
+        return encoded.decoded
 
 
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ class StageAction(Action):
         """Copy all slices, from staging buffers where they hold them, and from host memory otherwise."""
         copy.check_bounds()
         # A buffer that holds the bytes now may be overwritten before the slot is free.
-        copy.lane.wait_on_host(copy.after)
+        copy.wait_for_slot()
         self._stager.reading(self._bank)
         try:
             self._copy_slices(copy, BusyLink(link))

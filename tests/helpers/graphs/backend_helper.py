@@ -18,11 +18,11 @@ import moepass
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.ir.slot_operations import acquire, gather, prefetch, release
+from moepass.passes.ir.slot_operations import acquire, decode, gather, prefetch, release
 from moepass.passes.pipeline import PASSES
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 4, 32, 64, 6, 2
-SLOT_OP_NAMES = {prefetch: "prefetch", acquire: "acquire", release: "release"}
+SLOT_OP_NAMES = {prefetch: "prefetch", decode: "decode", acquire: "acquire", release: "release"}
 
 
 class Experts(nn.Module):

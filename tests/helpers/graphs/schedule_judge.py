@@ -3,9 +3,9 @@
 The simulation knows bank contents, not numbers, and has two parts:
 
 * The host executes runs of graphs one after the other, with the slot operations of the ring (buffers, banks fetched
-  ahead of the next run, poison). It issues work to a compute stream and a copy stream.
+  ahead of the next run, poison). It issues work to a compute stream, a copy stream and a decode stream.
 * An adversary chooses the order of events on these streams, within what CUDA events allow. A buffer contains the bank
-  that was copied into it, or nothing while a copy is running or after a release. The content of the encoded buffer
+  that was copied into it, or nothing while a copy is running or after a release. The content of an encoded buffer
   cannot be read; decoding turns it into the bank.
 
 A graph is wrong if the host raises, if work is left unfinished, or if a read under some timing sees anything but the
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph, Node
 
 from moepass.passes.graph.nodes import is_call, is_view, mutates, readers
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
 
@@ -89,20 +91,27 @@ def program(name: str, graph: Graph, plan: Plan, expected: dict[str, list[Conten
     return Program(name, plan, tuple(relevant), sources, frozenset(last.values()))
 
 
-# The buffer that encoded banks are copied into.
-ENCODED_BUFFER = -1
+COPIES, DECODES = 0, 1
 
 
 @dataclasses.dataclass(eq=False)
 class Copy:
-    """A copy of `contents` into `buffer`, or the decoding of `contents` from the encoded buffer."""
+    """A copy of `contents` into `buffer`, or the decoding of `contents` from the encoded buffer `source`.
+
+    Encoded buffers have negative numbers. It starts after the event `after`, and after the work `follows`.
+    """
 
     buffer: int
     contents: Contents | None
     after: object
+    follows: Copy | None = None
+    source: int | None = None
     position: int = -1
     taken: bool = False
-    decodes: bool = False
+
+    @property
+    def lane(self) -> int:
+        return COPIES if self.source is None else DECODES
 
 
 class Host:
@@ -111,7 +120,12 @@ class Host:
     def __init__(self, slots: int, slot_bytes: int, expected: dict[str, list[Contents]]) -> None:
         self.expected, self.slots, self.slot_bytes = expected, slots, slot_bytes
         self.compute: list[tuple[str, object, object]] = []
-        self.copies: list[Copy] = []
+        # Copies and decodes.
+        self.lanes: tuple[list[Copy], list[Copy]] = ([], [])
+        # Free encoded buffers, with the last decode from each.
+        self.free_encoded: deque[tuple[int, Copy | None]]
+        self.free_encoded = deque((-1 - number, None) for number in range(ENCODED_BUFFERS))
+        self.dropped: dict[int, Copy] = {}
         self.free = list(range(slots))
         self.freed: dict[int, object] = {}
         self.ahead: dict[int, Copy] = {}
@@ -147,19 +161,20 @@ class Host:
                     raise WrongRunError(
                         f"{node.name} does not decode a copy, or decodes a copy that was already decoded or acquired"
                     )
-                if copy.buffer == ENCODED_BUFFER:
+                if copy.buffer < 0:
                     copy.taken = True
                     banks[node.kwargs["bank"]]  # type: ignore[index]
                     # Decoding as another bank, with other sizes, yields no valid content.
                     is_own = copy.contents is not None and copy.contents[1] == node.kwargs["bank"]
-                    contents = copy.contents if is_own else None
-                    copy = self._decode(self.buffer_of[node.kwargs["slot"]], contents)  # type: ignore[index]
+                    contents, buffer = copy.contents if is_own else None, self.buffer_of[node.kwargs["slot"]]  # type: ignore[index]
+                    event = self._event(node, values)
+                    copy = self._decode(copy, buffer, contents, self.freed.get(buffer) if event is None else event)
                     started.append(copy)
                     self._fill_free_ahead()
                 values[node] = copy
             elif is_call(node, acquire):
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
-                if not isinstance(copy, Copy) or copy.taken or copy.buffer == ENCODED_BUFFER:
+                if not isinstance(copy, Copy) or copy.taken or copy.buffer < 0:
                     raise WrongRunError(
                         f"{node.name} waits for no copy, or for one that was already acquired or is not decoded"
                     )
@@ -184,22 +199,30 @@ class Host:
         # A computed tensor may be overwritten, or not be computed yet, while a copy reads it.
         lasts = all(shard.op == "placeholder" for shard in shards)
         contents: Contents | None = (names, node.kwargs["bank"]) if lasts else None  # type: ignore[assignment]
-        after = node.kwargs["after"]
-        if after is not None:
-            event = values.get(after)  # type: ignore[arg-type]
-            if not isinstance(event, _Event):
-                raise WrongRunError(f"{node.name} does not wait for an event")
+        event = self._event(node, values)
+        if event is not None or node.kwargs["slot"] in self.beginning:
             return self._begin_copy(buffer, contents, event, node.kwargs["bank"])
-        ahead = self.ahead.pop(buffer, None)
-        copy = (
-            ahead
-            if ahead and ahead.contents == contents
-            else self._begin_copy(buffer, contents, self.freed.get(buffer), node.kwargs["bank"])
-        )
+        ahead = self.ahead.get(buffer)
+        if ahead and ahead.contents == contents:
+            copy = self.ahead.pop(buffer)
+        else:
+            self._drop_ahead(buffer)
+            copy = self._begin_copy(buffer, contents, self.freed.get(buffer), node.kwargs["bank"])
         self.beginning[node.kwargs["slot"]] = contents  # type: ignore[index, assignment]
-        if copy.buffer != ENCODED_BUFFER:
+        if copy.buffer >= 0:
             self._fill_free_ahead()
         return copy
+
+    def _event(self, node: Node, values: dict[Node, object]) -> object:
+        after = node.kwargs["after"]
+        event = values.get(after)  # type: ignore[arg-type]
+        if after is not None and not isinstance(event, _Event):
+            raise WrongRunError(f"{node.name} does not wait for an event")
+        return event
+
+    def _drop_ahead(self, buffer: int) -> None:
+        if buffer in self.ahead:
+            self.dropped[buffer] = self.ahead.pop(buffer)
 
     def _fill_free_ahead(self) -> None:
         if len(self.beginning) == self.program.plan.slots and not self.has_begun:
@@ -228,20 +251,31 @@ class Host:
         ahead = self.ahead.get(buffer)
         if ahead is not None and ahead.contents == contents:
             return
+        self._drop_ahead(buffer)
+        if contents[1] in self.encoded and not self.free_encoded:
+            return
         copy = self._begin_copy(buffer, contents, self.freed.get(buffer), contents[1])
-        self.ahead[buffer] = self._decode(buffer, contents) if copy.buffer == ENCODED_BUFFER else copy
+        if copy.buffer < 0:
+            copy = self._decode(copy, buffer, contents, self.freed.get(buffer))
+        self.ahead[buffer] = copy
 
     def _begin_copy(self, buffer: int, contents: Contents | None, after: object, bank: object) -> Copy:
-        return self._copy(ENCODED_BUFFER if bank in self.encoded else buffer, contents, after)
+        if bank not in self.encoded:
+            return self._issue(Copy(buffer, contents, after, self.dropped.pop(buffer, None)))
+        if not self.free_encoded:
+            raise WrongRunError(f"no encoded buffer is free for bank {bank}")
+        target, decoded = self.free_encoded.popleft()
+        return self._issue(Copy(target, contents, None, decoded))
 
-    def _decode(self, buffer: int, contents: Contents | None) -> Copy:
-        copy = self._copy(buffer, contents, None)
-        copy.decodes = True
-        return copy
+    def _decode(self, copied: Copy, buffer: int, contents: Contents | None, after: object) -> Copy:
+        self.dropped.pop(buffer, None)
+        decoded = self._issue(Copy(buffer, contents, after, copied, copied.buffer))
+        self.free_encoded.append((copied.buffer, decoded))
+        return decoded
 
-    def _copy(self, buffer: int, contents: Contents | None, after: object) -> Copy:
-        copy = Copy(buffer, contents, after, len(self.copies))
-        self.copies.append(copy)
+    def _issue(self, copy: Copy) -> Copy:
+        copy.position = len(self.lanes[copy.lane])
+        self.lanes[copy.lane].append(copy)
         return copy
 
     def _read(self, node: Node, values: dict[Node, object]) -> None:
@@ -266,44 +300,59 @@ class _Event:
         self.done = False
 
 
-COMPUTE, START, END = 0, 1, 2
-# Copies start as early and end as late as possible, so slots are incomplete for as long as possible. Or copies end at
-# once. Or copies start as late as possible.
-ADVERSARIES = ((START, COMPUTE, END), (END, START, COMPUTE), (COMPUTE, START, END))
+# What a stream does next: the compute stream a step, the other two the start or the end of a copy or a decode.
+COMPUTE, START, END = (0, 0), (1, COPIES), (2, COPIES)
+START_DECODE, END_DECODE = (1, DECODES), (2, DECODES)
+Action = tuple[int, int]
+# Work starts as early and ends as late as possible, so slots are incomplete for as long as possible. Or it ends at
+# once. Or it starts as late as possible. Or copies run as far ahead of decodes as possible, or decodes of copies.
+ADVERSARIES = (
+    (START, START_DECODE, COMPUTE, END, END_DECODE),
+    (END, END_DECODE, START, START_DECODE, COMPUTE),
+    (COMPUTE, START, START_DECODE, END, END_DECODE),
+    (END, START, START_DECODE, COMPUTE, END_DECODE),
+    (END_DECODE, START_DECODE, COMPUTE, START, END),
+)
 
 
-def play(host: Host, choose: Callable[[list[int]], int]) -> None:
+def play(host: Host, choose: Callable[[list[Action]], Action]) -> None:
     """Play the issued work in the order in which `choose` picks among the possible actions."""
     for _, _, event in host.compute:
         if isinstance(event, _Event):
             event.done = False
     buffers: dict[object, Contents | None] = {}
-    step = following = 0
-    under_way = False
-    compute, copies = host.compute, host.copies
-    while step < len(compute) or following < len(copies):
+    step, compute, lanes = 0, host.compute, host.lanes
+    # On each lane: the work that comes next, and whether it has started.
+    following, under_way = [0, 0], [False, False]
+
+    def has_ended(copy: Copy | None) -> bool:
+        return copy is None or copy.position < following[copy.lane]
+
+    while step < len(compute) or any(following[lane] < len(lanes[lane]) for lane in (COPIES, DECODES)):
         options = []
         if step < len(compute):
             what, subject, detail = compute[step]
-            if what != "wait" or subject.position < following:  # type: ignore[attr-defined]
+            if what != "wait" or has_ended(subject):  # type: ignore[arg-type]
                 options.append(COMPUTE)
-        if under_way:
-            options.append(END)
-        elif following < len(copies):
-            after = copies[following].after
-            if after is None or after.done:  # type: ignore[attr-defined]
-                options.append(START)
+        for lane in (COPIES, DECODES):
+            if under_way[lane]:
+                options.append((END[0], lane))
+            elif following[lane] < len(lanes[lane]):
+                copy = lanes[lane][following[lane]]
+                if has_ended(copy.follows) and (copy.after is None or copy.after.done):  # type: ignore[attr-defined]
+                    options.append((START[0], lane))
         if not options:
             raise WrongRunError("deadlock")
         action = choose(options) if len(options) > 1 else options[0]
-        if action == START:
-            buffers[copies[following].buffer], under_way = None, True
-        elif action == END:
-            copy, under_way = copies[following], False
-            # Decoding the bytes of another bank yields no valid content.
-            is_there = not copy.decodes or buffers.get(ENCODED_BUFFER) == copy.contents
+        kind, lane = action
+        if kind == START[0]:
+            buffers[lanes[lane][following[lane]].buffer], under_way[lane] = None, True
+        elif kind == END[0]:
+            copy, under_way[lane] = lanes[lane][following[lane]], False
+            # Decoding the bytes of another bank, or during the next copy, yields no valid content.
+            is_there = copy.source is None or buffers.get(copy.source) == copy.contents
             buffers[copy.buffer] = copy.contents if is_there else None
-            following += 1
+            following[lane] += 1
         else:
             step += 1
             if what == "release":

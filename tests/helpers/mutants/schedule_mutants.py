@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call, is_view, readers
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan, SlotStay
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
@@ -64,10 +65,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     "grouped": lambda: (Stack("grouped_mm", depth=3), (tokens(),)),
     "shared": lambda: (Shared(), (tokens(), torch.tensor([[0, 1]] * 6))),
     "uneven": lambda: (Uneven(), (tokens(),)),
-    # Like "uneven", but banks 0, 1 and 3 are encoded at home.
+    # Like "uneven", but banks 0, 1 and 3 are encoded at home, or all banks.
     "encoded": lambda: (Uneven(), (tokens(),)),
+    "all encoded": lambda: (Uneven(), (tokens(),)),
 }
-ENCODED = {"encoded": (0, 1, 3)}
+ENCODED = {"encoded": (0, 1, 3), "all encoded": (0, 1, 2, 3)}
 
 
 @functools.cache
@@ -189,6 +191,23 @@ def _drop_stay(mutation: Mutation) -> None:
         mutation.graph.erase_node(mine)
 
 
+def _decode_otherwise(mutation: Mutation) -> None:
+    """Leave out a decode, decode a bank twice, or decode it as late as possible."""
+    decodes = [decoded for decoded in mutation.ops(decode) if decoded.users]
+    if not decodes:
+        return
+    decoded, choice = mutation.pick(decodes), mutation.random.randrange(3)
+    if choice == 0:
+        mutation.put(decoded, min(decoded.users).prev)
+    elif choice == 1:
+        decoded.replace_all_uses_with(decoded.args[0])  # type: ignore[arg-type]
+        mutation.graph.erase_node(decoded)
+    else:
+        with mutation.graph.inserting_after(decoded):
+            twin = mutation.graph.node_copy(decoded)
+        decoded.replace_all_uses_with(twin, delete_user_cb=lambda user: user is not twin)
+
+
 def _duplicate(mutation: Mutation) -> None:
     node = mutation.pick(mutation.ops())
     with mutation.graph.inserting_after(node):
@@ -214,7 +233,7 @@ def _double_stay(mutation: Mutation) -> None:
         if mutation.random.random() < 0.5:
             with mutation.graph.inserting_after(read):
                 mutation.graph.call_function(release, (read,), dict(done.kwargs))
-    for refill in mutation.ops(prefetch):
+    for refill in mutation.ops(prefetch, decode):
         if refill.kwargs["after"] is done and refill is not again and mutation.random.random() < 0.5:
             refill.update_kwarg("after", mutation.ops(release)[-1])
 
@@ -312,7 +331,7 @@ def _other_source(mutation: Mutation) -> None:
 
 def _late_release(mutation: Mutation) -> None:
     """Make a refill wait for another release, and move the release of its slot behind it."""
-    refills = [filled for filled in mutation.ops(prefetch) if filled.kwargs["after"] is not None]
+    refills = [filled for filled in mutation.ops(prefetch, decode) if filled.kwargs["after"] is not None]
     if not refills:
         return
     refill = mutation.pick(refills)
@@ -332,7 +351,7 @@ def _late_release(mutation: Mutation) -> None:
 
 def _wait_at_first(mutation: Mutation) -> None:
     """Make the first fill of a slot wait for a release."""
-    fresh = [filled for filled in mutation.ops(prefetch) if filled.kwargs["after"] is None]
+    fresh = [filled for filled in mutation.ops(prefetch, decode) if filled.kwargs["after"] is None]
     if not fresh:
         return
     filled, done = mutation.pick(fresh), mutation.pick(mutation.ops(release))
@@ -375,6 +394,7 @@ KINDS: dict[str, tuple[int, Callable[[Mutation], None]]] = {
     "move": (20, _move),
     "drop": (6, _drop),
     "drop stay": (3, _drop_stay),
+    "decode otherwise": (4, _decode_otherwise),
     "duplicate": (6, _duplicate),
     "double stay": (4, _double_stay),
     "swap": (10, _swap),
@@ -387,7 +407,7 @@ KINDS: dict[str, tuple[int, Callable[[Mutation], None]]] = {
     "late release": (8, _late_release),
     "wait at first": (3, _wait_at_first),
     "escape": (3, _escape),
-    "put gather back": (2, _put_gather_back),
+    "put gather back": (4, _put_gather_back),
     "other ring": (4, _other_ring),
 }
 
@@ -407,7 +427,8 @@ def correct_schedule(model: str, slots: int, generator: random.Random) -> tuple[
     """Return another correct schedule: any free slot, any order of copies, and operations at any valid position.
 
     The rules of a slot limit the positions: the acquire precedes the first read, the release follows the last read, the
-    prefetch follows the release of the slot's previous content, and the release precedes the refill of the slot.
+    prefetch, or the decode of an encoded bank, follows the release of the slot's previous content, and the release
+    precedes the refill of the slot. Encoded buffers limit the prefetches of encoded banks.
     """
     base = case(model, slots)
     stays = lifetimes(base.canonical.graph)
@@ -440,7 +461,9 @@ def _residencies(found: Case, generator: random.Random) -> list[SlotStay]:
 
 
 def _move_legally(module: GraphModule, generator: random.Random) -> None:
-    node = generator.choice(find(module, generator.choice((prefetch, acquire, release))))
+    operation = generator.choice((prefetch, acquire, release, decode))
+    node = generator.choice(find(module, operation) or find(module, release))
+    previous = node.prev
     order = list(module.graph.nodes)
     position_of = {listed: index for index, listed in enumerate(order)}
     first = max(position_of[used] for used in node.all_input_nodes)
@@ -453,8 +476,26 @@ def _move_legally(module: GraphModule, generator: random.Random) -> None:
     spots = [listed for listed in order[first:last] if listed is not node]
     if spots:
         generator.choice(spots).append(node)
-    for decoded in find(module, decode):
-        decoded.args[0].append(decoded)  # the encoded buffer belongs to one bank at a time
+        if not _keeps_order(module):
+            previous.append(node)
+
+
+def _keeps_order(module: GraphModule) -> bool:
+    """Return whether copies fit into the encoded buffers, and slots are filled in the order of their prefetches."""
+    position_of = {node: index for index, node in enumerate(module.graph.nodes)}
+    write_of = {decoded.args[0]: decoded for decoded in find(module, decode)}
+    waiting = 0
+    last_write: dict[object, int] = {}
+    for node in filter(lambda node: is_call(node, prefetch, decode), module.graph.nodes):
+        if is_call(node, decode):
+            waiting -= 1
+            continue
+        waiting += node in write_of
+        write = position_of[write_of.get(node, node)]
+        if waiting > ENCODED_BUFFERS or write < last_write.get(node.kwargs["slot"], -1):
+            return False
+        last_write[node.kwargs["slot"]] = write
+    return True
 
 
 __all__ = ["CASES", "KINDS", "Case", "Mutation", "case", "correct_schedule", "mutant"]

@@ -16,6 +16,9 @@ class LateThread(CopyThread):
         self._random = random
         self._queue: deque[SlotCopy] = deque()
 
+    def another(self) -> LateThread:
+        return LateThread(self._random)
+
     def submit(self, copy: SlotCopy) -> SlotCopy:
         copy.finished = _Finished(self)
         self._queue.append(copy)

@@ -180,7 +180,7 @@ def test_plans_are_frozen() -> None:
 @pytest.mark.parametrize("operation", [gather, prefetch, decode, acquire, release])
 def test_graph_operations_say_that_only_an_executor_runs_them(operation: object) -> None:
     keywords = {"bank": 0} if operation is gather else {"bank": 0, "slot": 0}
-    if operation is prefetch:
+    if operation in (prefetch, decode):
         keywords["after"] = None  # type: ignore[assignment]
     with pytest.raises(MoepassError, match="is part of a graph that only the executor can run"):
         operation([torch.zeros(1)], **keywords)  # type: ignore[operator]
@@ -220,4 +220,4 @@ def test_sizes_at_rest_on_the_link_and_in_the_slot_may_differ() -> None:
     stays = (SlotStay("a", 0, 0, None), SlotStay("b", 1, 1, None), SlotStay("c", 0, 0, 0))
     plan = Plan(banks=banks, slots=2, slot_bytes=100, slot_stays=stays)
     assert plan.encoded_buffer_bytes == 60
-    assert plan.device_bank_bytes == 2 * 100 + 60
+    assert plan.device_bank_bytes == 2 * 100 + 2 * 60

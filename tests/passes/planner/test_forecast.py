@@ -86,7 +86,7 @@ def test_the_planner_says_no() -> None:
     assert "asyncep would wait" in made.reason
     # The link is the bottleneck: the step takes the time of the streamed bytes.
     assert made.schedule is not None
-    assert made.simulation.step_seconds >= len(made.schedule.order) * made.transfer_seconds
+    assert made.simulation.step_seconds >= len(made.schedule.order) * made.fill_seconds
 
 
 def test_a_reason_names_the_memory_that_is_needed_if_nothing_fits() -> None:
@@ -132,7 +132,7 @@ def test_memory_adds_up_for_every_home(home: str) -> None:
 def test_home_device_is_all_resident() -> None:
     made = forecast(_setting(), "device")
     assert made.schedule is not None
-    assert (made.transfer_seconds, made.schedule.slots, made.schedule.order) == (0.0, 0, ())
+    assert (made.fill_seconds, made.schedule.slots, made.schedule.order) == (0.0, 0, ())
     assert made.memory.peak_bytes == pytest.approx(resident_cost(made.setting).memory_bytes)
     assert made.saturation.tokens == 0
     large = forecast(_setting(QWEN), "device")

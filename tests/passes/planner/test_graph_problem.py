@@ -131,19 +131,19 @@ def test_computation_is_slower_while_its_transport_copies(transport: str) -> Non
     assert machine.copy_slowdown == pytest.approx(1 + ratio)
 
 
-def test_decoding_takes_time_and_a_buffer() -> None:
+def test_decoding_takes_time_and_two_buffers() -> None:
     plan = _plan(("a", "b"))
     encoded = BankFormat(BANK_BYTES // 2, BANK_BYTES // 2, BANK_BYTES, "packed")
     banks = tuple(dataclasses.replace(bank, format=encoded) for bank in plan.banks)
     plain, decoded = (plan_graph(variant, {}, _weights()) for variant in (plan, dataclasses.replace(plan, banks=banks)))
     assert plain.memory is not None
     assert decoded.memory is not None
-    assert decoded.memory.slot_bytes == plain.memory.slot_bytes + BANK_BYTES // 2
-    # The link takes half of the time, and decoding reads half a bank and writes a bank. A single slot hides nothing.
+    assert decoded.memory.slot_bytes == plain.memory.slot_bytes + 2 * (BANK_BYTES // 2)
+    # A single slot hides no copy into it, and no decode, which reads half a bank and writes a bank. But copies into
+    # encoded buffers take place while experts are computed.
     assert plain.exposed_seconds == pytest.approx(2 * gather_seconds(H100, BANK_BYTES, "host"), rel=0.01)
     decoding = BANK_BYTES * 3 / 2 / (H100.memory_bytes_per_s.value * 0.82)
-    filling = gather_seconds(H100, BANK_BYTES // 2, "host") + decoding
-    assert decoded.exposed_seconds == pytest.approx(2 * filling, rel=0.01)
+    assert decoded.exposed_seconds == pytest.approx(2 * decoding, rel=0.01)
 
 
 def _weights() -> PlacedModel:

@@ -25,6 +25,7 @@ def phase(
     bank_bytes: int = 0,
     shard_bytes: int = 0,
     encoded_bytes: int = 0,
+    decode: float = 0.0,
 ) -> LayerPhase:
     return LayerPhase(
         f"phase {number}",
@@ -34,6 +35,7 @@ def phase(
         transfer,
         shard_bytes=min(shard_bytes, bank_bytes),
         encoded_bytes=encoded_bytes,
+        decode_seconds=decode if encoded_bytes else 0.0,
     )
 
 
@@ -49,7 +51,7 @@ def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
 
     def phases(shard_bytes: int) -> st.SearchStrategy[list[LayerPhase]]:
         sizes = st.sampled_from([4, 6, 10]), st.just(shard_bytes), st.sampled_from([0, 0, 2, 5])
-        streamed = st.builds(phase, st.just(1), SECONDS, SECONDS, *sizes)
+        streamed = st.builds(phase, st.just(1), SECONDS, SECONDS, *sizes, SECONDS)
         return st.lists(st.one_of(DENSE, streamed, streamed), min_size=2, max_size=most).filter(streamed_phases)
 
     return st.sampled_from([0, 0, 2, 4, 10]).flatmap(phases)
@@ -77,7 +79,7 @@ def every_schedule(
             for slots in range(1, most_slots + 1):
                 shards = sum(phases[index].shard_bytes for index in needed)
                 encoded_bytes = max((phases[index].encoded_bytes for index in needed), default=0)
-                if resident_bytes + shards + min(slots, len(needed)) * slot_bytes + encoded_bytes > memory_bytes:
+                if resident_bytes + shards + min(slots, len(needed)) * slot_bytes + 2 * encoded_bytes > memory_bytes:
                     continue
                 yield slots, resident
 

@@ -20,17 +20,25 @@ from moepass.passes.planner.simulate import ExecutionModel, Simulation, simulate
 from tests.helpers.graphs.error_fields import refused
 
 
-def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None) -> LayerPhase:
+def phase(
+    number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None, decode: float | None = None
+) -> LayerPhase:
+    """Return a phase whose bank is encoded if `decode` is a number of seconds."""
     nbytes = (100 if transfer else 0) if bank_bytes is None else bank_bytes
-    return LayerPhase(f"phase {number}", f"layers.{number}", compute, nbytes, transfer)
+    plain = LayerPhase(f"phase {number}", f"layers.{number}", compute, nbytes, transfer)
+    if decode is None or not nbytes:
+        return plain
+    return dataclasses.replace(plain, encoded_bytes=1, decode_seconds=decode)
 
 
-def layers(count: int, compute: float, transfer: float, attention: float = 0.0) -> list[LayerPhase]:
+def layers(
+    count: int, compute: float, transfer: float, attention: float = 0.0, decode: float | None = None
+) -> list[LayerPhase]:
     phases_of_layers = []
     for layer in range(count):
         if attention:
             phases_of_layers.append(LayerPhase(f"attention {layer}", f"layers.{layer}", attention))
-        phases_of_layers.append(phase(layer, compute, transfer))
+        phases_of_layers.append(phase(layer, compute, transfer, decode=decode))
     return phases_of_layers
 
 
@@ -120,6 +128,55 @@ def test_the_timeline_shows_one_step() -> None:
     assert simulated.timeline.source == "derived"
 
 
+# ---- Encoded banks, by hand ------------------------------------------------------------------------------------------
+
+ON_A_DEVICE = ExecutionModel(host_runs_ahead=True)
+
+
+@pytest.mark.parametrize(
+    ("compute", "transfer", "decode", "pace"),
+    [(4, 4, 4, 4), (0, 4, 3, 4), (0, 3, 4, 4), (5, 4, 3, 5), (1, 4, 4, 4)],
+)
+def test_the_longest_of_copy_decode_and_computation_sets_the_pace(
+    compute: float, transfer: float, decode: float, pace: float
+) -> None:
+    simulated = simulate_phases(layers(6, compute, transfer, decode=decode), slots=2, machine=ON_A_DEVICE)
+    assert simulated.step_seconds == simulated.bounds.step_seconds == 6 * pace
+    assert simulated.exposed_seconds == 6 * (pace - compute)
+
+
+def test_where_the_host_computes_only_the_first_copy_of_a_run_waits_for_a_slot() -> None:
+    """A bank of the next run is copied when a slot is free for it, and all later ones before."""
+    simulated = simulate_phases(layers(6, compute=4, transfer=4, decode=4), slots=2)
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (28, 4)
+
+
+def test_one_slot_is_decoded_into_while_the_next_bank_is_copied() -> None:
+    # Each phase decodes and computes in turns, and the copies take place during both.
+    simulated = simulate_phases(layers(6, compute=2, transfer=3, decode=1), slots=1, machine=ON_A_DEVICE)
+    assert simulated.step_seconds == simulated.bounds.step_seconds == simulated.bounds.slots_seconds == 18
+
+
+def test_a_run_that_begins_with_empty_slots_waits_for_a_copy_and_its_decode() -> None:
+    never_guesses = ExecutionModel(fills_ahead=False)
+    simulated = simulate_phases(layers(3, compute=4, transfer=4, decode=3), slots=2, machine=never_guesses)
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (19, 7)
+
+
+def test_the_timeline_shows_decodes_during_copies() -> None:
+    simulated = simulate_phases(layers(2, compute=0, transfer=5, decode=4), slots=1, machine=ON_A_DEVICE)
+    timeline = simulated.timeline
+    assert timeline.streams == ("host", "compute", "decode", "copy")
+    shown = {
+        stream: [(event.op, event.layer, event.start_seconds, event.end_seconds) for event in timeline.on(stream)]
+        for stream in ("decode", "copy")
+    }
+    assert shown == {
+        "copy": [("copy", "layers.1", 1, 6), ("copy", "layers.0", 6, 11)],
+        "decode": [("decode", "layers.0", 1, 5), ("decode", "layers.1", 6, 10)],
+    }
+
+
 # ---- Plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +198,7 @@ def test_a_plan_is_run_with_its_own_steps() -> None:
     assert [event.layer for event in simulated.timeline.on(COPY)] == ["layers.1.experts", "layers.0.experts"]
 
 
-def test_an_encoded_bank_takes_its_size_in_the_slot_and_its_decode_is_part_of_the_transfer() -> None:
+def test_an_encoded_bank_takes_its_size_in_the_slot_and_a_decode() -> None:
     plain = _plan()
     banks = tuple(dataclasses.replace(bank, format=BankFormat(60, 50, 100, "packed")) for bank in plain.banks)
     steps = []
@@ -150,7 +207,13 @@ def test_an_encoded_bank_takes_its_size_in_the_slot_and_its_decode_is_part_of_th
         steps += [step, *decode]
     encoded = dataclasses.replace(plain, banks=banks, steps=tuple(steps))
     seconds = [1, 2, 1, 2, 0.5], {0: 2.0, 1: 4.0}
-    assert plan_steps(encoded, *seconds) == plan_steps(plain, *seconds)
+    timed = plan_steps(encoded, *seconds, {0: 0.5, 1: 0.25})
+    decodes = [(step.layer, step.seconds) for step in timed if step.op == "decode"]
+    assert decodes == [("layers.0.experts", 0.5), ("layers.1.experts", 0.25)]
+    without = [dataclasses.replace(step, is_encoded=False) for step in timed if step.op != "decode"]
+    assert without == list(plan_steps(plain, *seconds))
+    with pytest.raises(KeyError):
+        plan_steps(encoded, *seconds)
 
 
 def test_wrong_numbers_of_seconds_are_refused() -> None:
@@ -191,6 +254,13 @@ SECONDS = st.integers(0, 20).map(lambda eighths: eighths / 8)
 PHASES = st.lists(
     st.builds(phase, st.integers(0, 9), SECONDS, SECONDS, st.sampled_from([0, 1, 50, 100])), min_size=1, max_size=7
 )
+# Like PHASES, and some banks are encoded.
+DECODES = st.one_of(st.none(), SECONDS)
+ENCODED_PHASES = st.lists(
+    st.builds(phase, st.integers(0, 9), SECONDS, SECONDS, st.sampled_from([0, 1, 50, 100]), DECODES),
+    min_size=1,
+    max_size=7,
+)
 
 
 def by_recurrence(phases: Sequence[LayerPhase], slots: int, steps: int = 60) -> float:
@@ -225,7 +295,7 @@ def test_the_simulator_agrees_with_the_recurrence(phases: list[LayerPhase], slot
 
 @settings(max_examples=200, deadline=None)
 @given(
-    phases=PHASES,
+    phases=ENCODED_PHASES,
     slots=st.integers(1, 4),
     slowdown=st.sampled_from([1.0, 1.0, 1.25, 2.0]),
     issue=st.sampled_from([0.0, 0.0, 0.125]),
@@ -237,8 +307,8 @@ def test_every_simulation_adds_up(
 ) -> None:
     machine = ExecutionModel(slowdown, issue, host_runs_ahead, fills_ahead)
     simulated = simulate_phases(phases, slots, machine=machine)
-    serial = sum(phase.compute_seconds + phase.transfer_seconds for phase in phases if phase.bank_bytes)
-    serial += sum(phase.compute_seconds for phase in phases if not phase.bank_bytes)
+    serial = sum(phase.compute_seconds for phase in phases)
+    serial += sum(phase.transfer_seconds + phase.decode_seconds for phase in phases if phase.bank_bytes)
     steps = len(phase_steps(phases, slots))
     assert simulated.step_seconds >= simulated.bounds.step_seconds - 1e-9
     assert simulated.step_seconds <= serial * slowdown + issue * steps * slowdown + 1e-9
@@ -258,7 +328,7 @@ def _check_timeline(found: Simulation) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(phases=PHASES, slots=st.integers(1, 4), host_runs_ahead=st.booleans(), fills_ahead=st.booleans())
+@given(phases=ENCODED_PHASES, slots=st.integers(1, 4), host_runs_ahead=st.booleans(), fills_ahead=st.booleans())
 def test_more_slots_or_resident_banks_are_never_slower(
     phases: list[LayerPhase], slots: int, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
@@ -271,11 +341,14 @@ def test_more_slots_or_resident_banks_are_never_slower(
 
 
 @settings(max_examples=100, deadline=None)
-@given(phases=PHASES, slots=st.integers(1, 4), scale=st.sampled_from([1e-6, 1e3]))
+@given(phases=ENCODED_PHASES, slots=st.integers(1, 4), scale=st.sampled_from([1e-6, 1e3]))
 def test_time_has_no_scale(phases: list[LayerPhase], slots: int, scale: float) -> None:
     scaled = [
         dataclasses.replace(
-            phase, compute_seconds=phase.compute_seconds * scale, transfer_seconds=phase.transfer_seconds * scale
+            phase,
+            compute_seconds=phase.compute_seconds * scale,
+            transfer_seconds=phase.transfer_seconds * scale,
+            decode_seconds=phase.decode_seconds * scale,
         )
         for phase in phases
     ]

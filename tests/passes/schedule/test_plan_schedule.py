@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import moepass
 from moepass.passes.ir.protocol import PassContext, PassError, PlanError
-from moepass.passes.ir.slot_operations import acquire, gather, prefetch, release
+from moepass.passes.ir.slot_operations import acquire, decode, gather, prefetch, release
 from moepass.passes.pipeline import PASSES
 from tests.helpers.graphs.backend_helper import (
     BLOCKS,
@@ -25,6 +26,7 @@ from tests.helpers.graphs.backend_helper import (
     tokens,
     up_to,
 )
+from tests.helpers.mutants.schedule_mutants import case
 
 schedule = next(function for function in PASSES if function.__name__ == "schedule")
 
@@ -49,6 +51,32 @@ def test_one_slot_is_refilled_after_each_block() -> None:
         "prefetch 0>0", "acquire 0>0", "release 0>0", "prefetch 1>0", "acquire 1>0", "release 1>0",
     ]  # fmt: skip
     assert "1 slot" in result.plan.reason
+
+
+def test_an_encoded_bank_is_copied_once_a_buffer_is_free_and_decoded_once_its_slot_is_free() -> None:
+    base = case("all encoded", 2)
+    scheduled = GraphModule(base.canonical, base.graph)
+    assert slot_order(scheduled) == [
+        "prefetch 0>0", "decode 0>0", "prefetch 1>1", "decode 1>1", "prefetch 2>0", "prefetch 3>1",
+        "acquire 0>0", "release 0>0", "decode 2>0",
+        "acquire 1>1", "release 1>1", "decode 3>1",
+        "acquire 2>0", "release 2>0",
+        "acquire 3>1", "release 3>1",
+    ]  # fmt: skip
+    assert [node.kwargs["after"] for node in find(scheduled, prefetch)] == [None] * 4
+    assert [node.kwargs["after"] for node in find(scheduled, decode)] == [None, None, *find(scheduled, release)[:2]]
+
+
+def test_banks_are_copied_in_the_order_of_need_whether_encoded_or_not() -> None:
+    """Bank 2 is not encoded, so that its copy waits for the slot, and bank 3 is copied after it."""
+    base = case("encoded", 2)
+    assert slot_order(GraphModule(base.canonical, base.graph)) == [
+        "prefetch 0>0", "decode 0>0", "prefetch 1>1", "decode 1>1",
+        "acquire 0>0", "release 0>0", "prefetch 2>0", "prefetch 3>1",
+        "acquire 1>1", "release 1>1", "decode 3>1",
+        "acquire 2>0", "release 2>0",
+        "acquire 3>1", "release 3>1",
+    ]  # fmt: skip
 
 
 def test_no_more_slots_than_banks_are_used() -> None:

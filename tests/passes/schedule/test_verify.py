@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import copy_graph_module, is_call
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult
 from moepass.passes.ir.slot_operations import acquire, decode, prefetch, release
@@ -103,14 +104,32 @@ def _return_a_slot(module: GraphModule, result: PassResult) -> None:
 def _decode_what_is_not_encoded(module: GraphModule, result: PassResult) -> None:
     filled = find(module, prefetch)[0]
     with module.graph.inserting_after(filled):
-        decoded = module.graph.call_function(decode, (filled,), {"bank": filled.kwargs["bank"], "slot": 0})
+        arguments = {"bank": filled.kwargs["bank"], "slot": 0, "after": None}
+        decoded = module.graph.call_function(decode, (filled,), arguments)
     find(module, acquire)[0].replace_input_with(filled, decoded)
+
+
+def _three_copies_before_a_decode(module: GraphModule, result: PassResult) -> None:
+    """Let all banks be encoded, and copy three of them before the first is decoded."""
+    for spec in result.plan.banks:
+        object.__setattr__(spec, "format", BankFormat(60, 50, spec.format.slot_bytes, "packed"))
+    copies = find(module, prefetch)
+    for filled in copies:
+        after, (tensors,) = filled.kwargs["after"], filled.users
+        filled.update_kwarg("after", None)
+        with module.graph.inserting_after(filled):
+            arguments = {"bank": filled.kwargs["bank"], "slot": filled.kwargs["slot"], "after": after}
+            decoded = module.graph.call_function(decode, (filled,), arguments)
+        tensors.replace_input_with(filled, decoded)
+    copies[0].append(copies[1])
+    copies[1].append(copies[2])
 
 
 BROKEN: dict[str, Breaker] = {
     "all_scheduled": _put_gather_back,
     "one_acquire_one_release": _drop_release,
-    "decoded_behind_copy": _decode_what_is_not_encoded,
+    "decoded_once": _decode_what_is_not_encoded,
+    "buffer_is_free": _three_copies_before_a_decode,
     "same_bank_and_slot": _rename_slot,
     "follows_plan": _other_slots_than_planned,
     "fits_ring": _too_large_for_its_slot,
@@ -220,7 +239,7 @@ def test_layers_applied_twice_are_scheduled_safely(slots: int) -> None:
     assert [stay.bank for stay in result.plan.slot_stays] == [0, 1, 2, 0]
 
 
-# Encoded banks: the decode is ordered like a copy
+# Encoded banks: copies go into encoded buffers, and decodes into slots
 
 
 def _drop_decode(graph: Graph) -> None:
@@ -241,18 +260,15 @@ def _decode_twice(graph: Graph) -> None:
         graph.node_copy(decoded)
 
 
-def _decode_behind_the_next_copy(graph: Graph) -> None:
-    """Move a decode after the next copy, when the encoded buffer contains another bank."""
-    decoded, following = _ops(graph, decode)[0], _ops(graph, prefetch)[1]
-    following.append(decoded)
+def _copy_three_before_a_decode(graph: Graph) -> None:
+    """Move the copies of all encoded banks before the first decode; there are two encoded buffers."""
+    first, *others = [decoded.args[0] for decoded in _ops(graph, decode)]
+    for copied in reversed(others):
+        first.append(copied)  # type: ignore[union-attr, arg-type]
 
 
-def _decode_behind_a_release(graph: Graph) -> None:
-    """Move a decode after a release, which may start to fill its slot for the next run through the encoded buffer."""
-    filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
-    awaited, later = filled.kwargs["after"], _ops(graph, release)[-1]
-    assert awaited is not later
-    later.append(_decode_of(filled)[0])
+def _decode_behind_its_acquire(graph: Graph) -> None:
+    _ops(graph, release)[-1].append(_refill(graph))
 
 
 def _decode_before_its_copy(graph: Graph) -> None:
@@ -278,36 +294,52 @@ def _acquire_before_the_decode(graph: Graph) -> None:
 
 
 def _decode_before_the_last_read(graph: Graph) -> None:
-    """Move the copy and decode of a refill before the release that they should wait for."""
-    filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
-    (decoded,) = _decode_of(filled)
-    done = filled.kwargs["after"]
-    tensors = done.args[0]  # type: ignore[union-attr]
-    tensors.append(filled)  # type: ignore[union-attr]
-    filled.append(decoded)
+    """Move the decode of a refill before the release that it should wait for."""
+    decoded = _refill(graph)
+    decoded.kwargs["after"].args[0].append(decoded)  # type: ignore[union-attr]
+
+
+def _decode_without_waiting(graph: Graph) -> None:
+    _refill(graph).update_kwarg("after", None)
+
+
+def _copy_when_the_slot_is_free(graph: Graph) -> None:
+    """Make the copy of an encoded bank wait for the slot, which it does not fill."""
+    decoded = _refill(graph)
+    decoded.args[0].update_kwarg("after", decoded.kwargs["after"])  # type: ignore[union-attr]
+
+
+def _decode_at_first_after_a_release(graph: Graph) -> None:
+    decoded, done = _ops(graph, decode)[0], _ops(graph, release)[0]
+    assert decoded.kwargs["after"] is None
+    decoded.update_kwarg("after", done)
 
 
 def _ops(graph: Graph, operation: object) -> list[Node]:
     return [node for node in graph.nodes if is_call(node, operation)]
 
 
-def _decode_of(filled: Node) -> list[Node]:
-    return [user for user in filled.users if is_call(user, decode)]
+def _refill(graph: Graph) -> Node:
+    """Return the first decode that waits for a release."""
+    return next(node for node in _ops(graph, decode) if node.kwargs["after"] is not None)
 
 
 @pytest.mark.parametrize(
     ("breaker", "rules"),
     [
-        (_drop_decode, {"decoded_behind_copy"}),
-        (_acquire_what_is_still_encoded, {"decoded_behind_copy", "read_after_write"}),
-        (_decode_twice, {"decoded_behind_copy"}),
-        (_decode_behind_the_next_copy, {"decoded_behind_copy"}),
-        (_decode_behind_a_release, {"decoded_behind_copy", "read_after_write"}),
-        (_decode_before_its_copy, {"decoded_behind_copy"}),
-        (_decode_another_bank, {"decoded_behind_copy", "same_bank_and_slot"}),
+        (_drop_decode, {"decoded_once"}),
+        (_acquire_what_is_still_encoded, {"decoded_once", "read_after_write"}),
+        (_decode_twice, {"decoded_once"}),
+        (_copy_three_before_a_decode, {"buffer_is_free"}),
+        (_decode_behind_its_acquire, {"read_after_write"}),
+        (_decode_before_its_copy, {"read_after_write"}),
+        (_decode_another_bank, {"same_bank_and_slot"}),
         (_decode_into_another_slot, {"same_bank_and_slot"}),
         (_acquire_before_the_decode, {"read_after_write"}),
         (_decode_before_the_last_read, {"write_after_read"}),
+        (_decode_without_waiting, {"event_not_host_order", "write_after_read"}),
+        (_copy_when_the_slot_is_free, {"event_not_host_order"}),
+        (_decode_at_first_after_a_release, {"event_not_host_order"}),
     ],
 )
 def test_a_decode_that_is_missing_or_out_of_order_is_refused(breaker: Callable[[Graph], None], rules: set[str]) -> None:

@@ -72,7 +72,7 @@ class Verdicts:
 
 @functools.cache
 def _sample() -> Verdicts:
-    return Verdicts(count=times(600), seed=SEED)
+    return Verdicts(count=times(700), seed=SEED)
 
 
 @pytest.mark.slow

@@ -72,11 +72,11 @@ def test_every_bank_is_read_as_it_is(seed: int, slots: int, runs: list[list[int]
     assert _wrong_reads(seed, slots, runs, order) == []
 
 
-def _copy_at_once(copier: Copier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
+def _copy_at_once(copier: Copier, fetch: Fetch, slot: torch.Tensor, after: object, dropped: object) -> object:
     return _submit(copier, fetch, slot, None)
 
 
-def _copy_on_a_new_stream(copier: Copier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
+def _copy_on_a_new_stream(copier: Copier, fetch: Fetch, slot: torch.Tensor, after: object, dropped: object) -> object:
     copier._lane.stream = torch.cuda.Stream(CPU)
     return _submit(copier, fetch, slot, after)
 

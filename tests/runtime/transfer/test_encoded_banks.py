@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import queue
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,16 +19,17 @@ from hypothesis import strategies as st
 
 import moepass
 from moepass.models.errors import InputError
-from moepass.passes.ir.plan import GatherSignature
+from moepass.passes.ir.bank_format import ENCODED_BUFFERS
+from moepass.passes.ir.plan import BankSpec, GatherSignature
+from moepass.passes.ir.timeline import COPY, DECODE
 from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
 from moepass.runtime.homes.options import packers
 from moepass.runtime.kernels.decoders import decode_bank
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.copier import Copier
-from moepass.runtime.transfer.copying import CopyError, DecodeAction
-from moepass.runtime.transfer.lanes import StreamLane
-from moepass.runtime.transfer.learned_order import Fetch
-from moepass.runtime.transfer.ring import Ring
+from moepass.runtime.transfer.copying import CopyError, DecodeAction, SlotCopy
+from moepass.runtime.transfer.lanes import HOST_LANE, StreamLane
+from moepass.runtime.transfer.ring import EncodedCopy, Ring
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.processes import halved_format
 from tests.helpers.processes.fake_cuda import FakeCuda
@@ -73,7 +76,7 @@ def test_sizes_at_rest_on_the_link_and_in_the_slot_differ() -> None:
         assert sizes.link_bytes == sizes.home_bytes < sizes.slot_bytes
         assert bank.shard.numel() == sizes.home_bytes
     largest = _store(model).banks[0].spec.format
-    assert _store(model).ring_bytes == 2 * largest.slot_bytes + largest.link_bytes
+    assert _store(model).ring_bytes == 2 * largest.slot_bytes + 2 * largest.link_bytes
 
 
 def test_uncompiled_code_reads_decoded_banks() -> None:
@@ -171,12 +174,12 @@ def test_a_bank_without_its_parts_is_an_error() -> None:
         decode_bank(spec, BANKS[0].shard, torch.empty(spec.format.slot_bytes, dtype=torch.uint8))
 
 
-# ---- On a CUDA that is emulated: decodes on the copy stream ----------------------------------------------------------
+# ---- Copies and decodes on lanes of their own ------------------------------------------------------------------------
 
 
 def _small_bank(index: int) -> Bank:
-    """Return a bank whose numbers identify it."""
-    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
+    """Return a bank whose numbers identify it; banks have different sizes."""
+    tensors = {"up": torch.full((2, 20 + 30 * index), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
     return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
 
 
@@ -192,49 +195,79 @@ def _run(ring: Ring, graph: int, numbers: list[int], slots: int, read: Callable[
     slots = min(slots, len(numbers))
     banks = [BANKS[number] for number in numbers]
 
-    def fill(number: int, after: object) -> object:
+    copied: list[object] = []
+    filled: list[object] = []
+
+    def copy_ahead() -> None:
+        """Copy encoded banks that come next, while an encoded buffer is free."""
+        while len(copied) < len(banks) and banks[len(copied)].spec.format.is_encoded:
+            if sum(bank.spec.format.is_encoded for bank in banks[len(filled) : len(copied)]) == ENCODED_BUFFERS:
+                break
+            copy(None)
+
+    def copy(after: object) -> None:
+        number = len(copied)
+        copied.append(ring.prefetch([banks[number].shard], banks[number].spec, number % slots, after))
+
+    def fill(after: object) -> None:
+        number = len(filled)
         spec, slot = banks[number].spec, number % slots
-        copied = ring.prefetch([banks[number].shard], spec, slot, after)
-        return ring.decode(copied, spec, slot) if spec.format.is_encoded else copied
+        if number == len(copied):
+            copy(None if spec.format.is_encoded else after)
+        filled.append(ring.decode(copied[number], spec, slot, after) if spec.format.is_encoded else copied[number])
+        if number + 1 >= slots:
+            copy_ahead()
 
     with ring.run(graph, GatherSignature(slots=slots)):
-        filled = [fill(number, None) for number in range(slots)]
+        for _ in range(slots):
+            fill(None)
         for number, bank in enumerate(banks):
             slot, refill = number % slots, number + slots
             read(ring.acquire(filled[number], bank.spec, slot), PLAIN[numbers[number]])
             done = ring.release(slot, last=refill >= len(banks))
             if refill < len(banks):
-                filled.append(fill(refill, done))
+                fill(done)
 
 
-def _wrong_reads(
-    seed: int, slots: int, runs: list[list[int]], order: list[int], *, is_issued: bool = False
-) -> list[str]:
-    """Return the banks that were read wrong. With `is_issued` a thread issues copies and decodes to the stream."""
+# Who does the work: streams of an emulated CUDA, to which the caller or two threads issue it, or two threads of a CPU.
+# Streams and threads are delayed at random.
+LANES = ("streams", "issued", "threads")
+
+
+def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int], lanes: str) -> list[str]:
+    """Return the banks that were read wrong."""
     wrong: list[str] = []
 
     def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
         if not holds(tensors, bank):
             wrong.append(bank.spec.name)
 
+    transport = LateTransport(random.Random(seed))
+    thread = None if lanes == "streams" else transport.copy_thread(ring_module.Link())
+    if lanes == "threads":
+        _run_all(Copier(HOST_LANE, transport, thread), slots, runs, order, check)
+        return wrong
     with FakeCuda(random.Random(seed)).installed() as cuda:
 
         def decode(*arguments: Any) -> None:
             cuda.issue(functools.partial(decode_bank, *arguments))
 
+        def read(*arguments: Any) -> None:
+            cuda.issue(functools.partial(check, *arguments))
+
         with _decoding_by(decode):
-            transport = LateTransport(random.Random(seed))
-            thread = transport.copy_thread(ring_module.Link()) if is_issued else None
-            copier = Copier(StreamLane(CPU), transport, thread)
-            ring = Ring(slots, SIZES[0], CPU, copier)
-            ring.debug = True
-            ring.reserve(slots, *SIZES)
-            for number in order:
-                run = number % len(runs)
-                _run(ring, run, runs[run], slots, lambda *read: cuda.issue(functools.partial(check, *read)))
+            _run_all(Copier(StreamLane(CPU), transport, thread), slots, runs, order, read)
             cuda.finish()
-            del ring
     return wrong
+
+
+def _run_all(copier: Copier, slots: int, runs: list[list[int]], order: list[int], read: Callable[..., object]) -> None:
+    ring = Ring(slots, SIZES[0], CPU, copier)
+    ring.debug = True
+    ring.reserve(slots, *SIZES)
+    for number in order:
+        run = number % len(runs)
+        _run(ring, run, runs[run], slots, read)
 
 
 RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3)
@@ -247,64 +280,174 @@ RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1,
     slots=st.integers(1, 4),
     runs=RUNS,
     order=st.lists(st.integers(0, 2), max_size=8),
-    is_issued=st.booleans(),
+    lanes=st.sampled_from(LANES),
 )
 def test_every_bank_is_decoded_correctly(
-    seed: int, slots: int, runs: list[list[int]], order: list[int], is_issued: bool
+    seed: int, slots: int, runs: list[list[int]], order: list[int], lanes: str
 ) -> None:
-    assert _wrong_reads(seed, slots, runs, order, is_issued=is_issued) == []
+    assert _wrong_reads(seed, slots, runs, order, lanes) == []
 
 
-def _decode_on_the_compute_stream(copier: Copier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
-    decoder(*memory)
+def _decode_on_the_compute_stream(
+    copier: Copier, copied: Any, decoder: Any, encoded: torch.Tensor, slot: torch.Tensor, after: object
+) -> object:
+    decoder(encoded, slot)
     return copied
 
 
-def _forget_the_decode(copier: Copier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
-    decode = _decode(copier, copied, decoder, *memory)
+def _forget_the_decode(copier: Copier, copied: Any, *arguments: Any) -> object:
+    decode = _decode(copier, copied, *arguments)
     decode.performed = copied.performed
     return decode
 
 
-def _fill_ahead_before_the_decode(ring: Ring, fetch: Fetch, buffer: int, after: object) -> object:
-    """Fill the encoded buffer with another bank before the prefetched bank is decoded, which `prefetch` must not do."""
-    filled = _begin_copy(ring, fetch, buffer, after)
-    if fetch.bank.format.is_encoded:
-        _begin_copy(ring, Fetch(BANKS[4].spec, ring.home.sources(BANKS[4].spec, [BANKS[4].shard])), buffer, after)
-    return filled
+def _decode_into_a_slot_in_use(copier: Copier, copied: Any, *arguments: Any) -> object:
+    return _decode(copier, copied, *arguments[:-1], None)
+
+
+def _wait_for_the_slot_alone(copy: SlotCopy) -> Iterator[object]:
+    yield copy.after
+
+
+def _copy_during_the_last_decode(copier: Copier, *arguments: Any) -> object:
+    return _submit(copier, *arguments[:-1])
+
+
+def _forget_what_was_dropped(ring: Ring, buffer: int) -> None:
+    _drop_ahead(ring, buffer)
+    ring._dropped.clear()
 
 
 def _decode_nothing(decode: DecodeAction, *arguments: object) -> None:
     pass
 
 
-_decode, _begin_copy = Copier.decode, Ring._begin_copy
+_decode, _submit, _drop_ahead = Copier.decode, Copier.submit, Ring._drop_ahead
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
-    ("owner", "method", "broken"),
+    ("owner", "method", "broken", "lanes"),
     [
-        (Copier, "decode", _decode_on_the_compute_stream),
-        (Copier, "decode", _forget_the_decode),
-        (Ring, "_begin_copy", _fill_ahead_before_the_decode),
-        (DecodeAction, "fill", _decode_nothing),
+        (Copier, "decode", _decode_on_the_compute_stream, ("streams",)),
+        (Copier, "decode", _forget_the_decode, ("streams",)),
+        (Copier, "decode", _decode_into_a_slot_in_use, ("streams", "issued")),
+        (SlotCopy, "_awaited", _wait_for_the_slot_alone, ("streams", "issued")),
+        (Copier, "submit", _copy_during_the_last_decode, LANES),
+        (Ring, "_drop_ahead", _forget_what_was_dropped, ("streams", "issued")),
+        (DecodeAction, "fill", _decode_nothing, LANES),
     ],
 )
-def test_the_emulation_notices_a_decode_out_of_order(owner: type, method: str, broken: Callable[..., Any]) -> None:
-    runs, order = [[0, 2, 4, 1], [3, 2, 0]], [0, 0, 1, 0, 1, 1, 0]
+def test_the_emulation_notices_an_order_that_is_missing(
+    owner: type, method: str, broken: Callable[..., Any], lanes: tuple[str, ...]
+) -> None:
+    runs, order = [[0, 2, 4, 1], [3, 2, 0], [1, 3, 1]], [0, 0, 1, 0, 1, 2, 1, 0, 2, 0, 1]
     with mock.patch.object(owner, method, broken):
-        is_issued = owner is DecodeAction
-        assert any(_wrong_reads(seed, 1, runs, order, is_issued=is_issued) for seed in range(120))
+        for kind in lanes:
+            assert any(_wrong_reads(seed, slots, runs, order, kind) for seed in range(120) for slots in (1, 2)), kind
+
+
+def _ring() -> Ring:
+    ring = ring_module.make_ring(1, SIZES[0], CPU, ring_module.Link())
+    ring.reserve(1, *SIZES)
+    return ring
+
+
+def test_a_bank_is_copied_while_the_bank_before_it_is_decoded() -> None:
+    """The decode of the first bank ends only after the copy of the second."""
+    ring, (first, second) = _ring(), ENCODED[:2]
+    copies: queue.SimpleQueue[EncodedCopy] = queue.SimpleQueue()
+
+    def decode(bank: BankSpec, *memory: torch.Tensor) -> None:
+        if bank == first.spec:
+            following = copies.get(timeout=60).copied
+            assert following is not None
+            assert following.finished.wait(60), "the copy waits for the decode"
+        decode_bank(bank, *memory)
+
+    with _decoding_by(decode), ring.run("run", GatherSignature(slots=1)):
+        filled = ring.decode(ring.prefetch([first.shard], first.spec, 0, None), first.spec, 0, None)
+        copied = ring.prefetch([second.shard], second.spec, 0, None)
+        assert isinstance(copied, EncodedCopy)
+        copies.put(copied)
+        assert holds(ring.acquire(filled, first.spec, 0), PLAIN[0])
+        filled = ring.decode(copied, second.spec, 0, ring.release(0))
+        assert holds(ring.acquire(filled, second.spec, 0), PLAIN[1])
+        ring.release(0, last=True)
+
+
+def test_a_third_copy_needs_a_decode_first() -> None:
+    ring = _ring()
+    with pytest.raises(InputError, match=r"layers\.2 cannot be copied: the 2 encoded buffers hold banks"):
+        _run_three_copies(ring)
+    # The failed run has freed the buffers.
+    _run(ring, 0, [0, 2, 4], 1, lambda tensors, bank: holds(tensors, bank))
+
+
+def _run_three_copies(ring: Ring) -> None:
+    with ring.run("run", GatherSignature(slots=1)):
+        for bank in ENCODED[:3]:
+            ring.prefetch([bank.shard], bank.spec, 0, None)
+
+
+class _NeverEarly(random.Random):
+    def choice(self, values: Any) -> Any:
+        return 0  # copies that a `LateThread` performs at submission
+
+
+def test_no_dropped_decode_is_forgotten_before_it_ends() -> None:
+    """It would write into its slot during the next copy into it."""
+    transport = LateTransport(_NeverEarly())
+    ring = Ring(1, SIZES[0], CPU, Copier(HOST_LANE, transport, transport.copy_thread(ring_module.Link())))
+    ring.reserve(1, *SIZES)
+    for _ in range(2):
+        _run(ring, 0, [0], 1, lambda *read: None)
+    ahead = ring._ahead[0].filled
+    assert not ahead.finished.is_set()
+    with ring.run(1, GatherSignature(slots=1)):
+        ring.forget()
+        assert ahead.abandoned.is_set()
+        assert ahead.finished.is_set()
+
+
+def test_a_copy_error_of_an_encoded_bank_is_raised_by_the_acquire() -> None:
+    ring, bank = _ring(), ENCODED[0]
+    with pytest.raises(CopyError, match=r"layers\.0 could not be copied .*a source of 4 bytes is read up to byte"):
+        _run_shard(ring, bank, bank.shard[:4])
+    _run_shard(ring, bank, bank.shard)
+
+
+def _run_shard(ring: Ring, bank: Bank, shard: torch.Tensor) -> None:
+    with ring.run("run", GatherSignature(slots=1)):
+        filled = ring.decode(ring.prefetch([shard], bank.spec, 0, None), bank.spec, 0, None)
+        assert holds(ring.acquire(filled, bank.spec, 0), PLAIN[bank.spec.index])
+        ring.release(0, last=True)
+
+
+def test_a_timeline_shows_the_copy_and_the_decode_of_a_bank() -> None:
+    ring = _ring()
+    _run(ring, 0, [0, 2, 4], 1, lambda *read: None)
+    with moepass.record_timeline() as recording:
+        _run(ring, 0, [0, 2, 4], 1, lambda *read: None)
+    timeline = recording.timeline
+    # The first bank was filled before the recording, and again for the next run.
+    names = [ENCODED[number].spec.name for number in (0, 2, 4, 0)]
+    copies, decodes = timeline.on(COPY), timeline.on(DECODE)
+    assert [event.layer for event in copies] == [event.layer for event in decodes] == names
+    for copied, decoded in zip(copies, decodes, strict=True):
+        assert (copied.op, decoded.op) == ("copy", "decode")
+        assert copied.end_seconds <= decoded.start_seconds
+    for earlier, later in [*itertools.pairwise(copies), *itertools.pairwise(decodes)]:
+        assert earlier.end_seconds <= later.start_seconds
 
 
 def test_a_copy_is_decoded_once() -> None:
-    ring = ring_module.make_ring(1, SIZES[0], CPU, ring_module.Link())
-    ring.reserve(1, *SIZES)
+    ring = _ring()
     bank = BANKS[0]
     with ring.run("run", GatherSignature(slots=1)):
         copied = ring.prefetch([bank.shard], bank.spec, 0, None)
-        filled = ring.decode(copied, bank.spec, 0)
+        filled = ring.decode(copied, bank.spec, 0, None)
         with pytest.raises(InputError, match=r"layers\.0 was decoded already"):
-            ring.decode(copied, bank.spec, 0)
+            ring.decode(copied, bank.spec, 0, None)
         assert holds(ring.acquire(filled, bank.spec, 0), PLAIN[0])
         ring.release(0, last=True)
