@@ -77,10 +77,9 @@ class Recipe:
         """
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Read and check the stored values that are checked whenever they are read. Raises CheckpointError."""
-        for source in self.sources():
-            source.check()
+    def checked(self) -> Iterator[Checked]:
+        """Yield the stored tensors whose values are checked whenever they are read."""
+        return (checked for recipe in self.sources() for checked in recipe.checked())
 
     def copy_to(self, target: torch.Tensor) -> None:
         """Write the tensor into `target`, of the same shape and any dtype and strides."""
@@ -263,14 +262,19 @@ class Checked(Recipe):
         if self.role is not Role.BLOCK_INDICES:
             if not scales_in_fp32(values).isfinite().all():
                 raise self._damaged("NaN or infinity; the scales of weights must be finite")
-        # compressed-tensors writes -1 everywhere if columns are in order.
+        # compressed-tensors writes -1 everywhere if columns are in order, see `is_in_order`.
         elif not (values == -1).all() and not (values.min() >= 0 and values.max() < self.blocks):
             raise self._damaged(f"an index outside of 0 to {self.blocks - 1}")
         return values
 
-    def check(self) -> None:
-        """Read and check the values."""
-        self.read()
+    @property
+    def is_in_order(self) -> bool:
+        """True for block indices of -1: columns are in order, and the formula needs no indices. Reads the indices."""
+        return self.role is Role.BLOCK_INDICES and bool((self.read() == -1).all())
+
+    def checked(self) -> Iterator[Checked]:
+        """Yield this tensor."""
+        yield self
 
     def rows(self, start: int, stop: int) -> Checked:
         """Check fewer rows."""
@@ -297,27 +301,26 @@ class Decoded(Recipe):
 
     @staticmethod
     def of(layout: WeightLayout, stored: Mapping[Role, Stored], shape: tuple[int, ...], dtype: torch.dtype) -> Decoded:
-        """Return the matrix of these stored tensors, which are checked when they are read."""
+        """Return the matrix of these stored tensors, which are checked when they are read.
+
+        Reads block indices, and leaves them out if columns are in order. Raises CheckpointError if they are damaged.
+        """
         formula = layout.formula
         rows, columns = shape[:-3:-1] if formula.is_transposed else shape[-2:]
         blocks = formula.block_counts(rows, columns)[1]
         checked = (Role.SCALES, Role.GLOBAL_SCALE, Role.BLOCK_INDICES)
-        parts = {role: Checked(item, role, blocks) if role in checked else item for role, item in stored.items()}
+        parts: dict[Role, Stored | Checked] = {}
+        for role, item in stored.items():
+            part = Checked(item, role, blocks) if role in checked else item
+            if not (isinstance(part, Checked) and part.is_in_order):
+                parts[role] = part
         return Decoded(layout, parts, shape, dtype)
-
-    @property
-    def has_columns_in_order(self) -> bool:
-        """True if all stored block indices are -1: columns are in order, and the formula needs no indices."""
-        indices = self.parts.get(Role.BLOCK_INDICES)
-        return indices is not None and bool((indices.read() == -1).all())
 
     def read(self) -> torch.Tensor:
         """Read the stored tensors and decode them, one expert after the other. Raises CheckpointError if damaged."""
         if self._has_experts:
             return _filled(self)
         tensors = {role: stored.read() for role, stored in self.parts.items()}
-        if self.has_columns_in_order:
-            del tensors[Role.BLOCK_INDICES]
         return self.layout.formula.decode(tensors, self.dtype).contiguous()
 
     def rows(self, start: int, stop: int) -> Recipe:

@@ -166,7 +166,8 @@ class DiskPacker:
     ) -> None:
         for tensor_spec, tensor in zip(spec.at_rest.tensors, tensors.values(), strict=True):
             assert isinstance(tensor, UnreadTensor)
-            tensor.recipe.check()
+            for checked in tensor.recipe.checked():
+                checked.read()
             slot_offset = tensor_spec.offset_bytes
             for stored in tensor.recipe.file_ranges():
                 path = stored.tensor.file
