@@ -4,15 +4,17 @@ The benchmark writes its checkpoint, with the sizes of qwen3-30b-a3b and random 
 model runs in a process of its own. Before every step, and before the rate of the disk is measured, the kernel drops the
 pages of the checkpoint from its cache (posix_fadvise); the host of a virtual machine may have another cache.
 
-    disk alone    the rate at which one thread reads the same files in order, past the kernel's cache if the file system
-                  allows it: measured before the model is loaded and after the last step
-    CPU           seconds of all threads of the process in user mode and in the kernel
+    disk alone    the rate at which two threads read the same files in order, past the kernel's cache if the file system
+                  allows it: measured before the model is loaded and after the steps
+    CPU           seconds of all threads of the process
     VmHWM         peak of the resident set size, mapped files included; RssAnon and RssFile are the peaks of its parts
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
+import functools
 import mmap
 import os
 import resource
@@ -37,56 +39,63 @@ SAMPLE_SECONDS = 0.02
 # The pause after the last step, in which the ring fills its slots for a next one.
 SETTLE_SECONDS = 5.0
 _READ_BYTES = 16 << 20
+# One read after the other leaves the disk idle in between.
+_READERS = 2
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Layers of the model; 32 take 41 GB in bf16.")] = 32,
+    layers: Annotated[int, typer.Option(help="Layers of the model; 32 take 40 GB in bf16.")] = 32,
     format: Annotated[str, typer.Option(help=f"Format of the experts: {', '.join(FORMATS)}.")] = "bf16",
-    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 512,
-    steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
-    page_cache: Annotated[str, typer.Option(help="The option page_cache of moepass.Disk.")] = "keep",
+    tokens: Annotated[str, typer.Option(help="Tokens of a step; several numbers with commas.")] = "512",
+    steps: Annotated[int, typer.Option(help="Timed steps of each number of tokens.")] = 3,
+    page_cache: Annotated[str, typer.Option(help="The option page_cache of moepass.Disk.")] = "auto",
     lower: Annotated[str, typer.Option(help="The option lower of the backend: inductor or eager.")] = "inductor",
     read_gb: Annotated[float, typer.Option(help="GB to read for the rate of the disk alone.")] = 4.0,
     folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is written; by default /tmp.")] = None,
 ) -> None:
     """Print the times, the rate of reading and the peak memory of a model that is loaded with home `disk` and run."""
+    counts = [int(text) for text in tokens.split(",")]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         started = time.perf_counter()
         nbytes = write_random_checkpoint(preset_config(PRESET, layers=layers), Path(temporary), format)
         written = time.perf_counter() - started
         context = torch.multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
-        options = {"tokens": tokens, "steps": steps, "page_cache": page_cache, "lower": lower, "read_gb": read_gb}
-        torch.multiprocessing.spawn(_run, (temporary, options, queue), nprocs=1)
+        options = {"steps": steps, "page_cache": page_cache, "lower": lower, "read_bytes": round(read_gb * 1e9)}
+        torch.multiprocessing.spawn(_run, (temporary, counts, options, queue), nprocs=1)
         result: dict[str, Any] = queue.get()
-    ratio = sum(result["read"]) / sum(result["seconds"]) / statistics.mean(result["alone"])
     rows = [
-        ["write the checkpoint", f"{written:.0f} s"],
-        ["load", f"{result['load']:.1f} s"],
-        ["first run, with compilation", f"{result['first']:.1f} s"],
-        ["step", f"{median_and_spread(result['seconds'])} s"],
-        ["CPU of a step: user", f"{median_and_spread(result['user'])} s"],
-        ["CPU of a step: system", f"{median_and_spread(result['system'])} s"],
-        ["computation of a step waited for experts", f"{median_and_spread(result['waited'])} s"],
-        ["read from the disk in a step", f"{median_and_spread(result['read'])} GB"],
-        ["rate of reading in a step", f"{median_and_spread(result['rates'])} GB/s"],
+        ["written in", f"{written:.0f} s"],
+        ["loaded in", f"{result['load']:.1f} s"],
         ["rate of the disk alone", f"{median_and_spread(result['alone'])} GB/s"],
-        ["rate of all steps / mean rate of the disk alone", f"{ratio:.2f}"],
-        *[[f"peak memory: {name}", f"{value / 1e9:.2f} GB"] for name, value in result["peaks"].items()],
     ]
+    for count, measured in result["steps"].items():
+        # The mean rate, because the disk also reads between two steps.
+        rate = sum(measured["read"]) / sum(measured["seconds"])
+        rows += [
+            [f"{count} tokens: first run, with compilation", f"{measured['first']:.1f} s"],
+            ["    step", f"{median_and_spread(measured['seconds'])} s"],
+            ["    of that, the computation waited for experts", f"{median_and_spread(measured['waited'])} s"],
+            ["    CPU in user mode", f"{median_and_spread(measured['user'])} s"],
+            ["    CPU in the kernel", f"{median_and_spread(measured['system'])} s"],
+            ["    read from the disk", f"{median_and_spread(measured['read'])} GB"],
+            ["    rate of reading", f"{rate:.3f} GB/s"],
+            ["    rate of reading / rate of the disk alone", f"{rate / statistics.mean(result['alone']):.2f}"],
+        ]
+    rows += [[f"peak memory, {name}", f"{value / 1e9:.2f} GB"] for name, value in result["peaks"].items()]
     print_table(
-        f"{PRESET}, {layers} layers, {format}, {nbytes / 1e9:.1f} GB in files, {tokens} tokens per step, "
-        f"page_cache {page_cache!r}; {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB of memory",
-        ["what", "median (smallest to largest)"],
+        f"{PRESET}, {layers} layers, {format}, {nbytes / 1e9:.1f} GB in files, page_cache {page_cache!r}, lower {lower!r}; "
+        f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB of memory",
+        ["", "median (smallest to largest)"],
         rows,
     )
 
 
-def _run(process: int, folder: str, options: dict[str, Any], queue: Any) -> None:
+def _run(process: int, folder: str, counts: list[int], options: dict[str, Any], queue: Any) -> None:
     """Load and run the checkpoint, and put the measurements into `queue`."""
-    checkpoint, read_bytes = Path(folder), round(options["read_gb"] * 1e9)
+    checkpoint = Path(folder)
     with PeakMemory() as memory, torch.no_grad():
-        alone = [disk_rate(checkpoint, read_bytes)]
+        alone = [disk_rate(checkpoint, options["read_bytes"])]
         drop_pages(checkpoint)
         started = time.perf_counter()
         model = moepass.load_pretrained(
@@ -94,35 +103,33 @@ def _run(process: int, folder: str, options: dict[str, Any], queue: Any) -> None
         )
         load = time.perf_counter() - started
         compiled = torch.compile(model, backend="asyncep", options={"lower": options["lower"]})
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, model.config.vocab_size, (1, options["tokens"]), generator=generator)
-        started = time.perf_counter()
-        compiled(ids, logits_to_keep=1)
-        first = time.perf_counter() - started
-        ring = moepass.offload_report(model).store.current_ring
-        assert ring is not None, "the first run has made it"
+        results = {}
+        for count in counts:
+            results[count] = _steps(model, compiled, count, options["steps"], checkpoint)
+            time.sleep(SETTLE_SECONDS)
+            alone.append(disk_rate(checkpoint, options["read_bytes"]))
+    queue.put({"load": load, "alone": alone, "steps": results, "peaks": memory.peaks})
 
-        def counts() -> tuple[float, ...]:
-            return time.perf_counter(), *_cpu_seconds(), ring.statistics.waited_seconds, bytes_from_disk() / 1e9
 
-        steps = []
-        # One untimed step comes first, because after a pause the ring already has the first banks.
-        for _ in range(options["steps"] + 1):
-            drop_pages(checkpoint)
-            before = counts()
-            logits = compiled(ids, logits_to_keep=1).logits
-            steps.append([end - start for start, end in zip(before, counts(), strict=True)])
-            assert logits.isfinite().all()
-        time.sleep(SETTLE_SECONDS)
-        alone.append(disk_rate(checkpoint, read_bytes))
-    seconds, user, system, waited, read = zip(*steps[1:], strict=True)
-    queue.put(
-        {
-            **{"load": load, "first": first, "alone": alone, "peaks": memory.peaks},
-            **{"seconds": seconds, "user": user, "system": system, "waited": waited, "read": read},
-            "rates": [nbytes / time for nbytes, time in zip(read, seconds, strict=True)],
-        }
-    )
+def _steps(model: Any, compiled: Any, tokens: int, steps: int, checkpoint: Path) -> dict[str, Any]:
+    """Return the seconds of the first run, and what each of the `steps` that directly follow it took."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=generator)
+    started = time.perf_counter()
+    compiled(ids, logits_to_keep=1)
+    first = time.perf_counter() - started
+    ring = moepass.offload_report(model).store.current_ring
+    assert ring is not None, "the first run has made it"
+    measured = []
+    for _ in range(steps):
+        drop_pages(checkpoint)
+        before = (time.perf_counter(), ring.statistics.waited_seconds, *_cpu_seconds(), bytes_from_disk() / 1e9)
+        logits = compiled(ids, logits_to_keep=1).logits
+        after = (time.perf_counter(), ring.statistics.waited_seconds, *_cpu_seconds(), bytes_from_disk() / 1e9)
+        measured.append([end - start for start, end in zip(before, after, strict=True)])
+        assert logits.isfinite().all()
+    names = ("seconds", "waited", "user", "system", "read")
+    return {"first": first, **dict(zip(names, zip(*measured, strict=True), strict=True))}
 
 
 class PeakMemory:
@@ -164,17 +171,24 @@ def bytes_from_disk() -> int:
 
 
 def disk_rate(checkpoint: Path, most_bytes: int) -> float:
-    """Return the GB/s at which one thread reads the checkpoint's files in order, up to `most_bytes`."""
+    """Return the GB/s at which threads read the checkpoint's files in order, up to about `most_bytes`."""
     drop_pages(checkpoint)
-    buffer = mmap.mmap(-1, _READ_BYTES)
-    read, started = 0, time.perf_counter()
+    started, read = time.perf_counter(), 0
     for file in sorted(checkpoint.glob("*.safetensors"), key=lambda file: file.stat().st_size, reverse=True):
         descriptor = _opened_past_the_cache(file)
-        while read < most_bytes and (count := os.preadv(descriptor, [buffer], os.lseek(descriptor, 0, os.SEEK_CUR))):
-            os.lseek(descriptor, count, os.SEEK_CUR)
-            read += count
+        offsets = range(0, min(file.stat().st_size, most_bytes - read), _READ_BYTES)
+        shares = [offsets[number::_READERS] for number in range(_READERS)]
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as threads:
+            read += sum(threads.map(functools.partial(_read_blocks, descriptor), shares))
         os.close(descriptor)
+        if read >= most_bytes:
+            break
     return read / (time.perf_counter() - started) / 1e9
+
+
+def _read_blocks(descriptor: int, offsets: range) -> int:
+    buffer = mmap.mmap(-1, _READ_BYTES)
+    return sum(os.preadv(descriptor, [buffer], offset) for offset in offsets)
 
 
 def _opened_past_the_cache(file: Path) -> int:

@@ -311,9 +311,9 @@ class Decoded(Recipe):
         checked = (Role.SCALES, Role.GLOBAL_SCALE, Role.BLOCK_INDICES)
         parts: dict[Role, Stored | Checked] = {}
         for role, item in stored.items():
-            part = Checked(item, role, blocks) if role in checked else item
-            if not (isinstance(part, Checked) and part.is_in_order):
-                parts[role] = part
+            recipe = Checked(item, role, blocks) if role in checked else item
+            if not (isinstance(recipe, Checked) and recipe.is_in_order):
+                parts[role] = recipe
         return Decoded(layout, parts, shape, dtype)
 
     def read(self) -> torch.Tensor:

@@ -20,7 +20,7 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from moepass.passes.ir.shards import Piece
@@ -53,6 +53,9 @@ class BlockSource(Protocol):
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Its pieces."""
+
+
+BankSources = Sequence[BlockSource]
 
 
 class _BlockBuffer:
@@ -93,10 +96,12 @@ class _FileBlock:
 
 
 class _PlannedCopy:
-    """One copy of a bank: the blocks of its sources by source and number, and the blocks that no thread has taken."""
+    """One copy of a bank: the blocks of its sources by the source's id and number, and those that no thread has taken.
 
-    def __init__(self, sources: Sequence[BlockSource]) -> None:
-        self.sources = sources
+    Sources reference their reader, so they are not referenced here.
+    """
+
+    def __init__(self, sources: BankSources) -> None:
         self.blocks = {id(source): dict(_blocks(source)) for source in sources}
         # A copy reads its sources in turns.
         in_turns = itertools.zip_longest(*(blocks.values() for blocks in self.blocks.values()))
@@ -122,25 +127,16 @@ def _blocks(source: BlockSource) -> Iterator[tuple[int, _FileBlock]]:
 class BlockReader:
     """Reads blocks ahead, into buffers of `ahead_bytes` together, and copies from them.
 
-    One thread at a time copies, in the order of `begin`.
+    `expected` returns all sources of the bank of a source, and those of the bank that will probably be copied next. One
+    thread at a time copies.
     """
 
-    def __init__(self, ahead_bytes: int = LEAST_AHEAD_BYTES) -> None:
-        self._state = _SharedReads(-(-ahead_bytes // BLOCK_BYTES))
+    def __init__(self, ahead_bytes: int, expected: Callable[[BlockSource], tuple[BankSources, BankSources]]) -> None:
+        self._shared = _SharedReads(-(-ahead_bytes // BLOCK_BYTES))
+        self._expected = expected
         # The blocks that copies read now, by source.
         self._current: dict[int, tuple[int, _FileBlock]] = {}
         self._are_threads_running = False
-
-    def begin(self, sources: Sequence[BlockSource], following: Sequence[BlockSource] | None) -> None:
-        """Read `sources` ahead, of which a copy was queued, and then `following`, which is probably the next copy."""
-        with self._state.changed:
-            if not self._are_threads_running:
-                self._are_threads_running = True
-                for number in range(READER_THREADS):
-                    # The threads reference only the state, so that they do not keep its owner alive.
-                    run_in_background(self._state.run, self._state.stop, f"moepass-read-{number}")
-                weakref.finalize(self, self._state.stop)
-            self._state.begin(sources, following)
 
     def copy(self, source: BlockSource, offset_bytes: int, nbytes: int, address: int) -> None:
         """Copy bytes of `source` to `address`, from the buffers if they were read ahead. Raises CheckpointError."""
@@ -157,70 +153,85 @@ class BlockReader:
         current = self._current.get(id(source))
         if current is not None and current[0] == number:
             return current[1]
-        state = self._state
-        with state.changed:
-            for run in state.drop_runs_before(source):
-                for other in run.sources:
-                    self._release(other)
-            self._release(source)
-            block = state.planned(source, number) or dict(_blocks(source))[number]
+        shared = self._shared
+        with shared.changed:
+            self._release(id(source))
+            block = shared.planned(source, number)
+            if block is None:
+                blocks = dict(_blocks(source))
+                if number == min(blocks):  # a copy begins that was not expected
+                    self._plan(source)
+                block = shared.planned(source, number) or blocks[number]
+            elif not shared.has_begun(source):
+                self._plan(source)
             is_taken = block.buffer is not None
             while is_taken and not block.is_read:
-                state.changed.wait()
+                shared.changed.wait()
             if not is_taken:
-                block.buffer = state.buffer()
+                block.buffer = shared.buffer()
         if not is_taken:
             block.read()
         if block.error is not None:
-            with state.changed:
-                state.free(block)
+            with shared.changed:
+                shared.free(block)
             raise block.error
         self._current[id(source)] = (number, block)
         return block
 
-    def _release(self, source: BlockSource) -> None:
-        if (current := self._current.pop(id(source), None)) is not None:
-            self._state.free(current[1])
+    def _plan(self, source: BlockSource) -> None:
+        """Read ahead the bank of `source`, whose copy begins, and the bank that probably follows."""
+        for dropped in self._shared.begin(*self._expected(source)):
+            self._release(dropped)
+        if not self._are_threads_running:
+            self._are_threads_running = True
+            for number in range(READER_THREADS):
+                # The threads reference only the state, so that they do not keep its owner alive.
+                run_in_background(self._shared.run, self._shared.stop, f"moepass-read-{number}")
+            weakref.finalize(self, self._shared.stop)
+
+    def _release(self, source_id: int) -> None:
+        if (current := self._current.pop(source_id, None)) is not None:
+            self._shared.free(current[1])
 
 
 class _SharedReads:
-    """The copies to read ahead for and the buffers, shared by the reader threads. `changed` guards all attributes.
-
-    Every run but the last belongs to a queued copy. The last may be a guess.
-    """
+    """The planned copies and the buffers, which the reader threads share. `changed` guards all attributes."""
 
     def __init__(self, most_buffers: int) -> None:
         self.changed = threading.Condition()
-        self._runs: list[_PlannedCopy] = []
-        self._is_guess = False
+        # The copy that has begun, and the one that probably follows.
+        self._planned: list[_PlannedCopy] = []
         self._free: list[_BlockBuffer] = []
         self._buffers, self._most_buffers = 0, most_buffers
         self._is_over = False
 
-    def begin(self, sources: Sequence[BlockSource], following: Sequence[BlockSource] | None) -> None:
-        """Add a queued copy of `sources`, unless it was guessed, and guess `following`."""
-        if self._is_guess and self._runs[-1].sources is not sources:
-            self._drop(self._runs.pop())
-            self._is_guess = False
-        if not self._is_guess:
-            self._runs.append(_PlannedCopy(sources))
-        self._is_guess = following is not None
-        if following is not None:
-            self._runs.append(_PlannedCopy(following))
-        self.changed.notify_all()
+    def begin(self, sources: BankSources, following: BankSources) -> list[int]:
+        """Plan a copy of `sources`, unless it was expected, and expect one of `following`.
 
-    def drop_runs_before(self, source: BlockSource) -> list[_PlannedCopy]:
-        """Drop all runs before the first one with `source`, and return them; none if no run has it."""
-        position = next((n for n, run in enumerate(self._runs) if id(source) in run.blocks), 0)
-        dropped, self._runs = self._runs[:position], self._runs[position:]
-        for run in dropped:
-            self._drop(run)
-        return dropped
+        Returns the ids of sources whose planned copies were dropped.
+        """
+        ids = {id(source) for source in sources}
+        expected = [copy for copy in self._planned[1:] if copy.blocks.keys() == ids]
+        dropped = [copy for copy in self._planned if copy not in expected]
+        for copy in dropped:
+            self._drop(copy)
+        self._planned = expected or [_PlannedCopy(sources)]
+        if following:
+            self._planned.append(_PlannedCopy(following))
+        self.changed.notify_all()
+        return [source_id for copy in dropped for source_id in copy.blocks]
+
+    def has_begun(self, source: BlockSource) -> bool:
+        """Return whether the planned copy that has begun reads `source`."""
+        return bool(self._planned) and id(source) in self._planned[0].blocks
 
     def planned(self, source: BlockSource, number: int) -> _FileBlock | None:
-        """Return the block of the first run, if that is a run of `source` which still needs the block."""
-        block = self._runs[0].blocks.get(id(source), {}).get(number) if self._runs else None
-        return None if block is None or block.is_dropped else block
+        """Return a block of the first planned copy of `source`; None without such a copy, or if it was dropped."""
+        for copy in self._planned:
+            if id(source) in copy.blocks:
+                block = copy.blocks[id(source)].get(number)
+                return None if block is None or block.is_dropped else block
+        return None
 
     def buffer(self) -> _BlockBuffer:
         """Return a free buffer, or a new one."""
@@ -237,9 +248,9 @@ class _SharedReads:
             block.buffer = None
             self.changed.notify_all()
 
-    def _drop(self, run: _PlannedCopy) -> None:
-        run.waiting.clear()
-        for block in (block for blocks in run.blocks.values() for block in blocks.values()):
+    def _drop(self, copy: _PlannedCopy) -> None:
+        copy.waiting.clear()
+        for block in (block for blocks in copy.blocks.values() for block in blocks.values()):
             block.is_dropped = True
             if block.is_read:
                 self.free(block)
@@ -248,9 +259,9 @@ class _SharedReads:
         """Return the next block to read, with a buffer; None if there is no block, or no buffer for it."""
         if not self._free and self._buffers >= self._most_buffers:
             return None
-        for run in self._runs:
-            while run.waiting:
-                block = run.waiting.popleft()
+        for copy in self._planned:
+            while copy.waiting:
+                block = copy.waiting.popleft()
                 # The copy thread has read it itself if it was ahead.
                 if block.buffer is None and not block.is_dropped:
                     block.buffer = self.buffer()

@@ -1,9 +1,9 @@
 """Checkpoint files that are read straight into slots, or past the kernel's cache by a `BlockReader`.
 
-Through the cache, a bank is read with `preadv`, not copied from a mapping of the file. Measured with warm pages, 512 MB in slices of 4 MB,
-reading reaches 13.5 to 14.3 GB/s; copying reaches 12.2 to 12.9 from a fresh mapping and 12.6 to 15 from a mapping that
-was touched before. If a mapped file is truncated, the process gets a signal; a read returns an error. And reading does
-not fill and empty page tables with every bank.
+Through the cache, a bank is read with `preadv`, not copied from a mapping of the file. Measured with warm pages, 512 MB
+in slices of 4 MB, reading reaches 13.5 to 14.3 GB/s; copying reaches 12.2 to 12.9 from a fresh mapping and 12.6 to 15
+from a mapping that was touched before. If a mapped file is truncated, the process gets a signal; a read returns an
+error. And reading does not fill and empty page tables with every bank.
 """
 
 from __future__ import annotations

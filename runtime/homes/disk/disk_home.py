@@ -23,13 +23,12 @@ from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import Bank, describe_bank, resting_tensors
 from moepass.runtime.homes.disk.bank_files import BankFolder
-from moepass.runtime.homes.disk.block_reader import LEAST_AHEAD_BYTES, BlockReader
+from moepass.runtime.homes.disk.block_reader import LEAST_AHEAD_BYTES, BankSources, BlockReader, BlockSource
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.sources import Source
-
 
 # Values of `moepass.Disk(page_cache=...)`.
 AUTO, KEEP, DROP = "auto", "keep", "drop"
@@ -85,6 +84,8 @@ class DiskHome(Home):
         # None if files are read through the kernel's cache.
         self.reader: BlockReader | None = None
         self._sources: dict[int, tuple[FileSource, ...]] = {}
+        # The index of the bank of each source.
+        self._banks: dict[int, int] = {}
         self._files: list[DiskFile] = []
         self._read_ahead = ReadAhead()
         self._order: LearnedOrder[int, int] = LearnedOrder()
@@ -92,6 +93,7 @@ class DiskHome(Home):
     def add(self, bank: BankSpec, sources: Sequence[FileSource]) -> None:
         """Record the files of `bank`."""
         self._sources[bank.index] = tuple(sources)
+        self._banks |= {id(source): bank.index for source in sources}
         self._files = list({id(s.file): s.file for each in self._sources.values() for s in each}.values())
 
     def check(self) -> None:
@@ -104,16 +106,30 @@ class DiskHome(Home):
         return self._sources[bank.index]
 
     def copying(self, bank: BankSpec) -> None:
-        """Learn the order of banks, and announce the next one to the kernel, or read it ahead."""
+        """Learn the order of banks, and announce the next one to the kernel, unless `reader` reads it ahead."""
         self._order.learn(bank.index, bank.index)
-        following = self._order.after(bank.index, bank.index + 1)
-        sources = None if following == bank.index else self._sources.get(following)
-        if not self.announces:
-            return
-        if self.reader is not None:
-            self.reader.begin(self._sources[bank.index], sources)
-        elif sources is not None:
-            self._read_ahead.announce(sources)
+        following = self._following(bank.index)
+        if self.reader is None and following is not None:
+            self._read_ahead.announce(following)
+
+    def read_past_the_cache(self, ahead_bytes: int) -> BlockReader:
+        """Make the reader of the banks that are added later."""
+        # Sources reference the reader, so it must not reference this object.
+        home = weakref.ref(self)
+
+        def expected(source: BlockSource) -> tuple[BankSources, BankSources]:
+            if (this := home()) is None:
+                return (source,), ()
+            index = this._banks[id(source)]
+            return this._sources[index], this._following(index) or ()
+
+        self.reader = BlockReader(ahead_bytes, expected)
+        return self.reader
+
+    def _following(self, index: int) -> tuple[FileSource, ...] | None:
+        """Return the sources of the bank that probably follows bank `index`; None if it is unknown or the same."""
+        following = self._order.after(index, index + 1)
+        return self._sources.get(following) if self.announces and following != index else None
 
 
 class DiskPacker:
@@ -170,12 +186,14 @@ class DiskPacker:
     def _add_sources(self, pieces_of_banks: Sequence[Mapping[DiskFile, Sequence[Piece]]]) -> None:
         """Add the sources of all banks to the home, and decide whether they are read through the kernel's cache."""
         nbytes = sum(spec.format.home_bytes for spec in self._specs)
-        keeps_pages = self._page_cache == KEEP or (self._page_cache == AUTO and nbytes <= psutil.virtual_memory().available)
+        keeps_pages = self._page_cache == KEEP or (
+            self._page_cache == AUTO and nbytes <= psutil.virtual_memory().available
+        )
         files = {file for pieces in pieces_of_banks for file in pieces}
         if not keeps_pages and all(file.past_the_cache is not None for file in files):
             # During a decode, the disk reads the next encoded bank.
             encoded = max(spec.format.link_bytes if spec.format.is_encoded else 0 for spec in self._specs)
-            self.home.reader = BlockReader(encoded + LEAST_AHEAD_BYTES)
+            self.home.read_past_the_cache(encoded + LEAST_AHEAD_BYTES)
         for spec, pieces in zip(self._specs, pieces_of_banks, strict=True):
             self.home.add(
                 spec,

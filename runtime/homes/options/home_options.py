@@ -154,10 +154,10 @@ class Disk(HomeOptions):
     Args:
         folder: where moepass writes, once, the banks that no file contains byte for byte: experts that are converted or
             transposed, or that come from a model in memory. With None, such banks raise an error.
-        page_cache: `"keep"`: files are read through the kernel's page cache, which keeps pages while there is memory for
-            them. `"drop"`: files are read past the cache, which costs less CPU time; if their file system does not
-            support that, pages are dropped after each read. `"auto"`: `"drop"` if the banks are larger than the memory
-            that is available when they are loaded, else `"keep"`.
+        page_cache: `"keep"`: files are read through the kernel's page cache, which keeps pages while there is memory.
+            `"drop"`: files are read past the cache, which costs less CPU time; if their file system does not support
+            that, pages are dropped after each read. `"auto"`: `"drop"` if the banks are larger than the memory that is
+            available when they are loaded, else `"keep"`.
         link: the speed of copies into the slots, see `Host`.
     """
 
