@@ -84,8 +84,8 @@ def main(
         ]
     rows += [[f"peak memory, {name}", f"{value / 1e9:.2f} GB"] for name, value in result["peaks"].items()]
     print_table(
-        f"{PRESET}, {layers} layers, {format}, {nbytes / 1e9:.1f} GB in files, page_cache {page_cache!r}, lower {lower!r}; "
-        f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB of memory",
+        f"{PRESET}, {layers} layers, {format}, {nbytes / 1e9:.1f} GB in files, page_cache {page_cache!r}, "
+        f"lower {lower!r}; {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB of memory",
         ["", "median (smallest to largest)"],
         rows,
     )
