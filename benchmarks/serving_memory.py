@@ -6,7 +6,8 @@ of its own, and its memory is sampled from /proc. Expected is what the process c
     experts    the bytes of the experts in the checkpoint's files, as which they rest
     dense      all other weights, as which transformers computes with them
     ring       two slots of decoded experts, and the buffer for the experts of one layer as they are stored
-    libraries  memory of the process before it reads the first weight, as that of `moepass score demo` has at its peak
+
+`moepass score demo` is measured too, because its memory is nearly all that of the interpreter and the libraries.
 
     VmHWM      peak of the resident set size. RssAnon, RssFile and RssShmem are the peaks of its parts: private memory,
                mapped files and shared memory. Pages of mapped files are the kernel's cache, which it can drop.
@@ -57,7 +58,7 @@ def main(
         lines = Path(temporary) / "texts.jsonl"
         lines.write_text("".join(json.dumps({"text": f"The cat sat on mat {n}."}) + "\n" for n in range(texts)))
         libraries, _ = _score("demo", lines, [])
-        peaks, seconds = _score(str(checkpoint), lines, ["--home", home, "--slots", str(SLOTS)])
+        peaks, seconds = _score(str(checkpoint), lines, ["--home", home, "--slots", str(SLOTS), "--lower", "eager"])
     bank = preset(PRESET).typical_moe_layer.experts
     assert bank is not None, "the preset is a model with experts"
     ring = SLOTS * 3 * 2 * bank.count * bank.width * preset(PRESET).hidden + experts // layers
