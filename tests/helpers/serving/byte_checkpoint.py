@@ -25,12 +25,6 @@ def save_byte_checkpoint(folder: Path, **config: int) -> Path:
     """Save a tiny causal model and its tokenizer; `config` are sizes of the model."""
     logging.disable_progress_bar()
     byte_model(**config).save_pretrained(folder)
-    save_byte_tokenizer(folder)
-    return folder
-
-
-def save_byte_tokenizer(folder: Path) -> None:
-    """Save the tokenizer alone."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,6 +38,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>").save_pretrained(
         folder
     )
+    return folder
 
 
 def byte_model(**config: int) -> PreTrainedModel:
