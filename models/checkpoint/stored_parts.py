@@ -69,10 +69,7 @@ def stored_parts(recipe: Recipe) -> list[MatrixPart]:
     if isinstance(recipe, Stored):
         return [MatrixPart(0, 0, recipe.shape[0] if recipe.shape else 1, "", None, {Role.VALUES: recipe})]
     if isinstance(recipe, Decoded):
-        stored = dict(recipe.parts)
-        if recipe.has_columns_in_order:
-            del stored[Role.BLOCK_INDICES]
-        return [MatrixPart(0, 0, recipe.shape[0], recipe.layout.name, recipe.layout.formula, stored)]
+        return [MatrixPart(0, 0, recipe.shape[0], recipe.layout.name, recipe.layout.formula, recipe.parts)]
     if isinstance(recipe, Stacked):
         return list(_stacked([stored_parts(item) for item in recipe.parts]))
     if isinstance(recipe, Joined):

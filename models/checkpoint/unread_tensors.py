@@ -85,7 +85,7 @@ def unread(
     dtype: torch.dtype = torch.bfloat16,
     name: str = "the checkpoint",
 ) -> dict[str, torch.Tensor]:
-    """Return every tensor of the checkpoint `name` by its key, without reading any.
+    """Return every tensor of the checkpoint `name` by its key. Reads none but the block indices of quantised matrices.
 
     The stored tensors of a quantised matrix become one tensor, the matrix in `dtype`. Raises CheckpointError if they do
     not fit together.
@@ -99,6 +99,7 @@ def unread(
         for key, matrix in matrices.items():
             parts = {role: stored.pop(stored_key) for role, stored_key in matrix.keys.items()}
             decoded[key] = Decoded.of(matrix.layout, parts, matrix.shape, dtype)
+        files.close()
     recipes: dict[str, Recipe] = {**stored, **decoded}
     return {key: UnreadTensor(recipe) for key, recipe in recipes.items()}
 

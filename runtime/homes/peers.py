@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from moepass.models.errors import InputError
 from moepass.models.homes import HOMES, PULL
 from moepass.models.limits import check_wait
-from moepass.passes.ir.plan import BankSpec
+from moepass.passes.ir.plan import BankSpec, DecodedPart, TensorSpec
 from moepass.runtime.ranks.agree import Topic, agree
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, about
 from moepass.runtime.system.forking import OwnerProcess, finalize_in_owner
@@ -138,8 +138,10 @@ class PeerGroup:
         for bank, digest in zip(banks, digests, strict=True):
             compared += [
                 (f"the name of bank {bank.index}", bank.name),
-                (f"the tensors of bank {bank.name}", [f"{at.name} {at.dtype} {list(at.shape)}" for at in bank.tensors]),
+                (f"the tensors of bank {bank.name}", _described(bank.tensors)),
                 (f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds)),
+                (f"the stored tensors of bank {bank.name}", _described(bank.stored)),
+                (f"the decoded parts of bank {bank.name}", _described_parts(bank.parts)),
                 (f"the format of bank {bank.name}", bank.format),
                 (f"the weights of bank {bank.name} (a digest)", digest),
             ]
@@ -216,6 +218,18 @@ class PeerGroup:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (process {self._processes[rank].pid})"
+
+
+def _described(tensors: Sequence[TensorSpec]) -> list[str]:
+    return [f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors]
+
+
+def _described_parts(parts: Sequence[DecodedPart]) -> list[str]:
+    return [
+        f"indices {part.start} to {part.stop} of dimension {part.dim} of {part.tensor.name}: "
+        f"{', '.join(f'{role} {position}' for role, position in part.stored)}, formula {part.formula}"
+        for part in parts
+    ]
 
 
 _groups: weakref.WeakSet[PeerGroup] = weakref.WeakSet()

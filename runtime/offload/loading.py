@@ -197,8 +197,8 @@ class _UnreadModel:
     def own_bytes(self, rank: int, ranks: int, stays_in_files: bool) -> int:
         """Return the bytes of the files that `rank` reads to load the model.
 
-        With `stays_in_files` it reads no banks that the checkpoint's files contain byte for byte. Raises InputError if
-        a rank's experts cannot be read alone.
+        With `stays_in_files` it reads only the scales and block indices of banks that the checkpoint's files contain
+        byte for byte. Raises InputError if a rank's experts cannot be read alone.
         """
         recipes = [tensor.recipe for tensor in self.dense().values()]
         banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
@@ -206,6 +206,7 @@ class _UnreadModel:
         unread = {id(value) for bank in in_files for value in bank.values()}
         for name, tensor in self.experts().items():
             if id(tensor) in unread:
+                recipes += tensor.recipe.checked()
                 continue
             bounds = shard_bounds(tensor.shape[0], ranks)
             try:

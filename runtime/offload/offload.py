@@ -224,7 +224,8 @@ def move_experts(
     """
     resident = placement.resident
     banks = streamed_layers(model, resident)
-    if resident and not banks and planning.residents.is_given:
+    # With home `device` all plain experts stay, whichever layers the user has chosen.
+    if resident and not banks and planning.residents.is_given and options.home != "device":
         raise planning.residents.all_resident_error(len(resident))
     store = BankStore(device, placement.slots, parse_link(options.link), packer.home)
     store.placed = placement.placed

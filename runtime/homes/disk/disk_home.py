@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
@@ -22,11 +23,16 @@ from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import Bank, describe_bank, resting_tensors
 from moepass.runtime.homes.disk.bank_files import BankFolder
+from moepass.runtime.homes.disk.block_reader import LEAST_AHEAD_BYTES, BankSources, BlockReader, BlockSource
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.sources import Source
+
+# Values of `moepass.Disk(page_cache=...)`.
+AUTO, KEEP, DROP = "auto", "keep", "drop"
+PAGE_CACHES = (AUTO, KEEP, DROP)
 
 
 class ReadAhead:
@@ -66,7 +72,7 @@ def _announce_from(announcements: queue.SimpleQueue[Sequence[FileSource] | None]
 
 
 class DiskHome(Home):
-    """Banks in files. While one is copied, the next one is announced to the kernel.
+    """Banks in files. While one is copied, the next one is announced to the kernel, or read ahead by `reader`.
 
     The next bank is the one that followed the last time; in the first run it is the next layer.
     """
@@ -75,7 +81,11 @@ class DiskHome(Home):
 
     def __init__(self) -> None:
         self.announces = True
+        # None if files are read through the kernel's cache.
+        self.reader: BlockReader | None = None
         self._sources: dict[int, tuple[FileSource, ...]] = {}
+        # The index of the bank of each source.
+        self._banks: dict[int, int] = {}
         self._files: list[DiskFile] = []
         self._read_ahead = ReadAhead()
         self._order: LearnedOrder[int, int] = LearnedOrder()
@@ -83,6 +93,7 @@ class DiskHome(Home):
     def add(self, bank: BankSpec, sources: Sequence[FileSource]) -> None:
         """Record the files of `bank`."""
         self._sources[bank.index] = tuple(sources)
+        self._banks |= {id(source): bank.index for source in sources}
         self._files = list({id(s.file): s.file for each in self._sources.values() for s in each}.values())
 
     def check(self) -> None:
@@ -95,27 +106,46 @@ class DiskHome(Home):
         return self._sources[bank.index]
 
     def copying(self, bank: BankSpec) -> None:
-        """Learn the order of banks, and announce the next one to the kernel."""
+        """Learn the order of banks, and announce the next one to the kernel, unless `reader` reads it ahead."""
         self._order.learn(bank.index, bank.index)
-        following = self._order.after(bank.index, bank.index + 1)
-        if self.announces and following != bank.index and following in self._sources:
-            self._read_ahead.announce(self._sources[following])
+        following = self._following(bank.index)
+        if self.reader is None and following is not None:
+            self._read_ahead.announce(following)
+
+    def read_past_the_cache(self, ahead_bytes: int) -> BlockReader:
+        """Make the reader of the banks that are added later."""
+        # Sources reference the reader, so it must not reference this object.
+        home = weakref.ref(self)
+
+        def expected(source: BlockSource) -> tuple[BankSources, BankSources]:
+            if (this := home()) is None:
+                return (source,), ()
+            index = this._banks[id(source)]
+            return this._sources[index], this._following(index) or ()
+
+        self.reader = BlockReader(ahead_bytes, expected)
+        return self.reader
+
+    def _following(self, index: int) -> tuple[FileSource, ...] | None:
+        """Return the sources of the bank that probably follows bank `index`; None if it is unknown or the same."""
+        following = self._order.after(index, index + 1)
+        return self._sources.get(following) if self.announces and following != index else None
 
 
 class DiskPacker:
     """A packer that finds, or writes to `folder`, the files of a model's banks.
 
-    With `keeps_pages`, pages stay in the kernel's cache after a read. Raises InputError without `preadv`.
+    `moepass.Disk` describes `page_cache`. Raises InputError without `preadv`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, *, keeps_pages: bool) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, *, page_cache: str = AUTO) -> None:
         if not hasattr(os, "preadv"):
             raise InputError(
                 "this platform has no preadv, which home='disk' needs; use home='host'", name="home", value="disk"
             )
         self.home = DiskHome()
         self._folder = None if folder is None else BankFolder(Path(folder))
-        self._keeps_pages = keeps_pages
+        self._page_cache = page_cache
         self._files: dict[Path, DiskFile] = {}
         self._specs: list[BankSpec] = []
 
@@ -136,6 +166,7 @@ class DiskPacker:
                 name="folder",
             )
         written = self._folder.write({name: resting[name] for name in made}) if made and self._folder else {}
+        pieces_of_banks = []
         for index, (name, tensors) in enumerate(banks.items()):
             experts = next(iter(tensors.values())).shape[0]
             spec = describe_bank(index, name, tensors, home="disk", expert_bounds=(0, experts))
@@ -149,8 +180,27 @@ class DiskPacker:
                 ]
             else:
                 self._add_pieces_of_checkpoint(spec, resting[name], pieces)
+            pieces_of_banks.append(pieces)
+        self._add_sources(pieces_of_banks)
+
+    def _add_sources(self, pieces_of_banks: Sequence[Mapping[DiskFile, Sequence[Piece]]]) -> None:
+        """Add the sources of all banks to the home, and decide whether they are read through the kernel's cache."""
+        nbytes = sum(spec.format.home_bytes for spec in self._specs)
+        keeps_pages = self._page_cache == KEEP or (
+            self._page_cache == AUTO and nbytes <= psutil.virtual_memory().available
+        )
+        files = {file for pieces in pieces_of_banks for file in pieces}
+        if not keeps_pages and all(file.past_the_cache is not None for file in files):
+            # During a decode, the disk reads the next encoded bank.
+            encoded = max(spec.format.link_bytes if spec.format.is_encoded else 0 for spec in self._specs)
+            self.home.read_past_the_cache(encoded + LEAST_AHEAD_BYTES)
+        for spec, pieces in zip(self._specs, pieces_of_banks, strict=True):
             self.home.add(
-                spec, [FileSource(file, in_file_order(parts), self._keeps_pages) for file, parts in pieces.items()]
+                spec,
+                [
+                    FileSource(file, in_file_order(parts), keeps_pages, reader=self.home.reader)
+                    for file, parts in pieces.items()
+                ],
             )
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
@@ -166,7 +216,8 @@ class DiskPacker:
     ) -> None:
         for tensor_spec, tensor in zip(spec.at_rest.tensors, tensors.values(), strict=True):
             assert isinstance(tensor, UnreadTensor)
-            tensor.recipe.check()
+            for checked in tensor.recipe.checked():
+                checked.read()
             slot_offset = tensor_spec.offset_bytes
             for stored in tensor.recipe.file_ranges():
                 path = stored.tensor.file

@@ -12,11 +12,10 @@ from torch.distributed import ProcessGroup
 from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import HOMES, PULL, LinkName
 from moepass.models.limits import check_wait
+from moepass.runtime.homes.disk.disk_home import AUTO, PAGE_CACHES
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S
 from moepass.runtime.transfer.home_protocol import check_transport
 from moepass.runtime.transfer.link import Link, parse_link
-
-PAGE_CACHES = ("keep", "drop")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,15 +154,17 @@ class Disk(HomeOptions):
     Args:
         folder: where moepass writes, once, the banks that no file contains byte for byte: experts that are converted or
             transposed, or that come from a model in memory. With None, such banks raise an error.
-        page_cache: `"keep"`: pages that were read stay in the kernel's cache while there is memory for them. `"drop"`:
-            they leave it at once, for machines where other processes need that cache more.
+        page_cache: `"keep"`: files are read through the kernel's page cache, which keeps pages while there is memory.
+            `"drop"`: files are read past the cache, which costs less CPU time; if their file system does not support
+            that, pages are dropped after each read. `"auto"`: `"drop"` if the banks are larger than the memory that is
+            available when they are loaded, else `"keep"`.
         link: the speed of copies into the slots, see `Host`.
     """
 
     home = "disk"
 
     folder: str | os.PathLike[str] | None = None
-    page_cache: str = "keep"
+    page_cache: str = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -90,7 +90,7 @@ def _hybrid(options: Hybrid, device: torch.device) -> Packer:
 
 
 def _disk(options: Disk, device: torch.device) -> Packer:
-    return DiskPacker(options.folder, keeps_pages=options.page_cache == "keep")
+    return DiskPacker(options.folder, page_cache=options.page_cache)
 
 
 # The homes by their names in `moepass.models.homes`.

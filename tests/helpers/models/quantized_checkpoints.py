@@ -168,6 +168,12 @@ def packed_integers(matrix: torch.Tensor, group: int, bits: int = 4, symmetric: 
     return stored, dequantised
 
 
+def packed_integers_in_order(matrix: torch.Tensor, group: int) -> Encoded:
+    """Quantise like `packed_integers`, with block indices of -1, which mean that columns are in order."""
+    stored, dequantised = packed_integers(matrix, group)
+    return {**stored, "#weight_g_idx": torch.full(matrix.shape[1:], -1, dtype=torch.int32)}, dequantised
+
+
 def gptq(matrix: torch.Tensor, group: int, bits: int = 4, version: int = 1, reorders: bool = False) -> Encoded:
     """Quantise as GPTQ stores matrices: transposed, with the group of every column."""
     columns = torch.randperm(matrix.shape[1], generator=torch.Generator().manual_seed(0))
@@ -238,6 +244,9 @@ FORMS: Mapping[str, PublishedForm] = {
     "int4 packed": PublishedForm(_tensors("pack-quantized", **_INT4), lambda m: packed_integers(m, 16)),
     "int4 packed, zero points": PublishedForm(
         _tensors("pack-quantized", **_INT4, symmetric=False), lambda m: packed_integers(m, 16, symmetric=False)
+    ),
+    "int4 packed, indices of -1": PublishedForm(
+        _tensors("pack-quantized", **_INT4), lambda m: packed_integers_in_order(m, 16)
     ),
     "int8 packed": PublishedForm(
         _tensors("pack-quantized", **{**_INT4, "num_bits": 8}), lambda m: packed_integers(m, 16, bits=8)

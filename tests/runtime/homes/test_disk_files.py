@@ -21,7 +21,7 @@ from moepass.models.checkpoint.unread_tensors import unread
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.disk import disk_files
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
-from moepass.runtime.homes.disk.disk_home import DiskPacker, ReadAhead, in_file_order
+from moepass.runtime.homes.disk.disk_home import PAGE_CACHES, DiskPacker, ReadAhead, in_file_order
 from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copying import CopyError, CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link
@@ -324,7 +324,7 @@ def test_a_bank_in_a_slot_equals_the_result_of_its_recipes(tmp_path: Path, data:
     chosen = {kind: draw(st.sampled_from(sorted(_LAYOUTS))) for kind in kinds}
     bank = {kind: _LAYOUTS[layout](not_read, kind, widths[kind]) for kind, layout in chosen.items()}
     expected = {kind: _LAYOUTS[layout](numbers, kind, widths[kind]) for kind, layout in chosen.items()}
-    packer = DiskPacker(None, keeps_pages=draw(st.booleans()))
+    packer = DiskPacker(None, page_cache=draw(st.sampled_from(PAGE_CACHES)))
     packer.agree({"layer": bank})
     spec = packer.pack(0, "layer", bank).spec
     sources = packer.home.sources(spec, [])
@@ -346,4 +346,4 @@ def test_a_bank_that_must_be_written_needs_a_folder(operation: str, tmp_path: Pa
         moepass.InputError,
         match=rf"layer\.up is made by {operation}, and home='disk' needs .*folder with {tensor.nbytes} free b",
     ):
-        DiskPacker(None, keeps_pages=True).agree({"layer": {"up": tensor}})
+        DiskPacker(None).agree({"layer": {"up": tensor}})

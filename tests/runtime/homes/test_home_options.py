@@ -97,7 +97,7 @@ def test_the_documentation_names_every_home_and_option(home: str) -> None:
         (moepass.Hybrid, "staging_buffers", 0, "a whole number of at least 1"),
         (moepass.Hybrid, "staging_buffers", True, "a whole number of at least 1"),
         (moepass.Hybrid, "host_link", "5e9", "`real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`"),
-        (moepass.Disk, "page_cache", "off", "one of drop, keep"),
+        (moepass.Disk, "page_cache", "off", "one of auto, drop, keep"),
         (moepass.Disk, "folder", 3, "the path of a folder, or None"),
     ],
 )

@@ -19,7 +19,8 @@ from torch.distributed import HashStore
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moepass.models.errors import InputError, OptionError
-from moepass.passes.ir.plan import BankSpec
+from moepass.models.layouts.layout import Role
+from moepass.passes.ir.plan import BankSpec, DecodedPart
 from moepass.runtime.banks.banks import describe_bank
 from moepass.runtime.homes import peers
 from moepass.runtime.homes.peer_home import weights_digest
@@ -87,6 +88,16 @@ def test_every_rank_sees_the_memory_of_all_others(ranks: int) -> None:
         (
             (_bank(0, expert_bounds=(0, 1, 4)), BANKS[1]),
             r"the experts of each rank in bank layers\.0: \[0, 2, 4\] on rank 0, \[0, 1, 4\] on rank 2",
+        ),
+        (
+            (_bank(0, stored=BANKS[0].tensors[:1]), BANKS[1]),
+            r"ranks disagree on the stored tensors of bank layers\.0: \[\] on rank 0, "
+            r"\['up float32 \[4, 6, 8\]'\] on rank 2; give every rank the same model and checkpoint",
+        ),
+        (
+            (_bank(0, parts=(DecodedPart(BANKS[0].tensors[0], 1, 0, 6, ((Role.VALUES, 0),)),)), BANKS[1]),
+            r"ranks disagree on the decoded parts of bank layers\.0: \[\] on rank 0, "
+            r"\['indices 0 to 6 of dimension 1 of up: values 0, formula None'\] on rank 2",
         ),
     ],
 )

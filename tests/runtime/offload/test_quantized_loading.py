@@ -40,3 +40,20 @@ def test_every_layout_runs_from_every_home(form: str, home: str, tmp_path: Path)
     ranks = 1 if home in ("host", "device", "disk") else 2
     for result, expected in run_ranks(ranks, _compiled_results, folders, home):
         assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("home", ["host", "device", "disk"])
+@pytest.mark.parametrize("form", ["fp8 blocks", "int4 packed, indices of -1", "gptq, ordered by activations", None])
+@pytest.mark.parametrize("resident_layers", [(), (1,)])
+def test_progress_ends_at_the_total(
+    form: str | None, home: str, resident_layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=3)
+    folder = save_quantized(model, FORMS[form or "fp8 blocks"], tmp_path)[0 if form else 1]
+    calls: list[tuple[int, int]] = []
+    moepass.load_pretrained(
+        folder, home=home, resident_layers=resident_layers, progress=lambda *call: calls.append(call)
+    )
+    assert len({total for _, total in calls}) == 1
+    assert calls == sorted(calls)
+    assert calls[-1][0] == calls[-1][1]
