@@ -21,6 +21,7 @@ from moepass.models.checkpoint.model_classes import class_options, model_class_o
 from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
 from moepass.models.checkpoint.weight_files import (
     INDEX_FILE,
+    PACKED_INDEX_FILE,
     check_loading,
     check_type,
     check_weight_files,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _GENERATION_FILE = "generation_config.json"
 # ModelOpt writes its configuration into this file, and only newer versions also into the model's configuration.
 _MODELOPT_FILE = "hf_quant_config.json"
+_FILES = (CONFIG_FILE, INDEX_FILE, PACKED_INDEX_FILE, _GENERATION_FILE, _MODELOPT_FILE)
 
 
 def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -47,7 +49,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMode
     if files are missing, truncated or not safetensors; if weights are missing, unexpected, or do not have the shapes of
     the config; if a file changes while it is read; or if the quantisation is unknown.
     """
-    stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
+    stamps = FileStamps(folder / name for name in _FILES)
     config = load_config(folder)
     if _pop_quantization(folder, config) is not None:
         files, model = build_unread(folder, dtype)
@@ -77,7 +79,7 @@ def build_unread(
     Quantised matrices are tensors in `dtype`, by default the configuration's, that are decoded when they are read.
     Raises CheckpointError, and InputError if a conversion of transformers needs the values of weights.
     """
-    stamps = FileStamps(folder / name for name in (CONFIG_FILE, INDEX_FILE, _GENERATION_FILE, _MODELOPT_FILE))
+    stamps = FileStamps(folder / name for name in _FILES)
     config = load_config(folder)
     quantization = _pop_quantization(folder, config)
     check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)

@@ -24,6 +24,7 @@ from moepass.models.checkpoint.weight_recipes import (
     UnfollowedError,
 )
 from moepass.models.layouts.layout import Role
+from moepass.models.layouts.packed_floats import PackedFormula
 from moepass.models.layouts.weight_layout import Formula
 
 _aten = torch.ops.aten
@@ -69,7 +70,11 @@ def stored_parts(recipe: Recipe) -> list[MatrixPart]:
     if isinstance(recipe, Stored):
         return [MatrixPart(0, 0, recipe.shape[0] if recipe.shape else 1, "", None, {Role.VALUES: recipe})]
     if isinstance(recipe, Decoded):
-        return [MatrixPart(0, 0, recipe.shape[0], recipe.layout.name, recipe.layout.formula, recipe.parts)]
+        formula = recipe.layout.formula
+        if isinstance(formula, PackedFormula) and formula.type.dtype != recipe.dtype:
+            # The bank would be larger than in `recipe.dtype`, and its decoder slow.
+            raise UnfollowedError(f"a conversion from {formula.type.dtype} to {recipe.dtype}")
+        return [MatrixPart(0, 0, recipe.shape[0], recipe.layout.name, formula, recipe.parts)]
     if isinstance(recipe, Stacked):
         return list(_stacked([stored_parts(item) for item in recipe.parts]))
     if isinstance(recipe, Joined):

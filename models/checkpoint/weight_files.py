@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# Of packed checkpoints. transformers does not know it: it would load such a checkpoint with random experts.
+PACKED_INDEX_FILE = "moepass.safetensors.index.json"
 _LONGEST_NAME = 200
 # Dtypes of quantised weights in safetensors files.
 _EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
@@ -23,7 +25,8 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder. Raises CheckpointError if files are missing."""
-    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    single = folder / WEIGHTS_FILE
+    index = folder / (PACKED_INDEX_FILE if (folder / PACKED_INDEX_FILE).is_file() else INDEX_FILE)
     if single.is_file():
         return [single]
     if index.is_file():
@@ -38,7 +41,7 @@ def weight_files(folder: Path) -> list[Path]:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
-                f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names", path=folder, expected=missing
+                f"{folder} lacks {_some(missing)}, which {index.name} names", path=folder, expected=missing
             )
         return [folder / name for name in names]
     pickles = [name for name in _PICKLES if (folder / name).is_file()]

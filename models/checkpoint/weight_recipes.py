@@ -329,7 +329,11 @@ class Decoded(Recipe):
             return _filled(self)
         tensors = {role: stored.read() for role, stored in self.parts.items()}
         if isinstance(self.layout.formula, PackedFormula):
-            self.layout.formula.check(tensors)
+            try:
+                self.layout.formula.check(tensors)
+            except CheckpointError as error:
+                tensor = next(self.parts[Role.VALUES].stored()).tensor
+                raise CheckpointError(f"{tensor.file}, {tensor.key}: {error}", path=tensor.file) from None
         return self.layout.formula.decode(tensors, self.dtype).contiguous()
 
     def rows(self, start: int, stop: int) -> Recipe:

@@ -24,6 +24,9 @@ from moepass.models.errors import CheckpointError
 from moepass.models.layouts.layout import Role
 
 CHECKSUM_BYTES = 16
+_HALF = (1 << 32) - 1
+# 2^64 divided by the golden ratio, as a signed number.
+_KEY = 0x9E3779B97F4A7C15 - (1 << 64)
 
 FloatName = Literal["bf16", "fp16", "fp32"]
 
@@ -162,10 +165,16 @@ def _checksums(values: torch.Tensor, sections: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all words of eight bytes, each times an odd number of its own, modulo 2^64.
+    """Return a checksum of bytes, modulo 2^64, by the NH function of UMAC (RFC 4418, section 5.2.2) with 32-bit halves.
 
-    A change of one word always changes the sum. The last word is filled up with zeros.
+        sum over words n of 8 bytes:  word + (low half of word + low half of key n) * (high half + high half of key n)
+
+    Changes escape it with a probability of about 2^-32. Zeros alone have no sum of zero. The last word is filled up
+    with zeros. Key n is n + 1 times `_KEY`.
     """
     padded = functional.pad(values, (0, -len(values) % 8))
     words = (padded.clone() if padded.storage_offset() % 8 else padded).view(torch.int64)
-    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
+    keys = torch.arange(1, len(words) + 1, device=words.device) * _KEY
+    low = (words & _HALF) + (keys & _HALF) & _HALF
+    high = (words >> 32 & _HALF) + (keys >> 32 & _HALF) & _HALF
+    return (low * high + words).sum() + _KEY

@@ -19,7 +19,7 @@ class PackOptions(Struct, frozen=True, kw_only=True):
     output: Annotated[
         str,
         option(
-            "The folder for the packed checkpoint: new, or left by a run that ended early.",
+            "The folder for the packed checkpoint: a new one, or that of an earlier run to continue.",
             metavar="FOLDER",
             short="-o",
         ),
@@ -43,9 +43,9 @@ def pack(
 ) -> None:
     """Write a copy of a checkpoint with its experts packed: without loss, bf16 takes 70 % of the bytes.
 
-    Packed experts rest and travel packed, and are decoded into the slot, so that a link moves them in less time. All
-    other weights are copied. Every file is read back and compared. If the command is killed, run it again:
-    it continues with the files that are missing.
+    Experts stay packed in memory and on links, and are unpacked just before a layer needs them. All other weights are
+    copied. Every file is read back and compared. If the command is killed, run it again: it continues with the files
+    that are missing. Only moepass can load the copy.
     """
     from rich.filesize import decimal
 
@@ -61,8 +61,8 @@ def pack(
             lambda done, total: bar.update(task, completed=done // 1_000_000, total=total // 1_000_000),
         )
     typer.echo(
-        f"{options.output}: the experts take {decimal(report.packed_bytes)}, "
-        f"{report.packed_bytes / report.expert_bytes:.2f} of {decimal(report.expert_bytes)}; other weights take "
-        f"{decimal(report.dense_bytes)}"
-        + (f"; largest error of a weight {report.largest_error:.3g}" if report.largest_error else "")
+        f"{options.output}: experts of {decimal(report.expert_bytes)} packed to {decimal(report.packed_bytes)} "
+        f"({report.packed_bytes / report.expert_bytes:.0%}); {decimal(report.dense_bytes)} of other weights copied"
+        + (f"; {report.unpacked_layers} layers have experts that would not shrink" if report.unpacked_layers else "")
+        + (f"; the largest error of a weight is {report.largest_error:.3g}" if report.largest_error else "")
     )

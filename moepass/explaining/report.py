@@ -186,8 +186,9 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             f"{_bytes(saturation.gather_bytes)} ({_seconds(saturation.gather_seconds)}{decoding}) with a margin of "
             f"{saturation.gamma:g}; {saturation.tokens_per_rank_at_peak} at the peak rate. {saturation.formula}",
         )
-        if saturation.packed_tokens_per_rank is not None:
-            yield "", f"with experts packed by `moepass pack`: {saturation.packed_tokens_per_rank} tokens"
+        packed = saturation.packed_tokens_per_rank
+        if packed is not None and packed < saturation.tokens_per_rank:
+            yield "", f"with experts packed by `moepass pack`: {packed} tokens"
         if report.memory_curve:
             shown = report.memory_curve[:: max(1, len(report.memory_curve) // 4)]  # up to five, from none to all
             points = [f"{row.tokens_per_rank} with {_bytes(row.memory_bytes)} ({row.resident_layers})" for row in shown]

@@ -245,16 +245,24 @@ constexpr std::array<uint64_t, 256> spread_bits() {
 }
 constexpr std::array<uint64_t, 256> kSpread = spread_bits();
 
+// The function `_checksum` of packed_floats.py.
 int64_t checksum(const uint8_t* bytes, int64_t count) {
-  uint64_t sum = 0, word = 0;
+  constexpr uint64_t kKey = 0x9e3779b97f4a7c15;
+  const auto term = [](uint64_t word, uint64_t key) {
+    const uint32_t low = static_cast<uint32_t>(word) + static_cast<uint32_t>(key);
+    const uint32_t high = static_cast<uint32_t>(word >> 32) + static_cast<uint32_t>(key >> 32);
+    return static_cast<uint64_t>(low) * high + word;
+  };
   const int64_t words = count / 8;
-  for (int64_t n = 0; n < words; ++n) {
+  uint64_t sum = kKey, key = kKey, last = 0;
+  for (int64_t n = 0; n < words; ++n, key += kKey) {
+    uint64_t word;
     std::memcpy(&word, bytes + 8 * n, 8);
-    sum += word * (2 * n + 1);
+    sum += term(word, key);
   }
-  word = 0;
-  std::memcpy(&word, bytes + 8 * words, count % 8);
-  return static_cast<int64_t>(sum + word * (2 * words + 1));
+  std::memcpy(&last, bytes + 8 * words, count % 8);
+  if (count % 8) sum += term(last, key);
+  return static_cast<int64_t>(sum);
 }
 
 // Packed floats with these numbers of bits, stored as integers.
@@ -326,12 +334,21 @@ int64_t decode_lossless(const Floats& floats) {
       const uint32_t base = row[0];
       for (int64_t k = 0; k < length; ++k) out[k] = element(k, base + code[k]);
       int64_t next = escapes_start + row[1];
-      for (int64_t n = 0; n < octets; ++n)
-        for (uint32_t left = planes[n] & planes[octets + n] & planes[2 * octets + n]; left; left &= left - 1) {
-          const int64_t k = 8 * n + __builtin_ctz(left);
+      for (int64_t n = 0; n < octets; n += 8) {
+        uint64_t bits[3] = {};
+        for (int plane = 0; plane < 3; ++plane) {
+          const uint8_t* source = planes + plane * octets + n;
+          if (n + 8 <= octets)
+            std::memcpy(&bits[plane], source, 8);
+          else
+            std::memcpy(&bits[plane], source, octets - n);
+        }
+        for (uint64_t left = bits[0] & bits[1] & bits[2]; left; left &= left - 1) {
+          const int64_t k = 8 * n + __builtin_ctzll(left);
           if (k < length && next >= escapes_start && next < floats.section_bytes) out[k] = element(k, sections[next]);
           ++next;
         }
+      }
     });
   });
 }

@@ -21,15 +21,15 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, StoredTensor
-from moepass.models.checkpoint.checkpoint_folders import CONFIG_FILE
+from moepass.models.checkpoint.checkpoint_folders import CONFIG_FILE, load_config
 from moepass.models.checkpoint.load_model import build_unread, is_quantized
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
-from moepass.models.checkpoint.weight_files import INDEX_FILE, read_json
-from moepass.models.errors import CheckpointError, InputError
+from moepass.models.checkpoint.weight_files import PACKED_INDEX_FILE, one_line, read_json
+from moepass.models.errors import CheckpointError, InputError, one_of
 from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import Role
 from moepass.models.layouts.lossless import LosslessFormula
@@ -40,6 +40,7 @@ from moepass.runtime.offload.offload import expert_parameters, find_expert_modul
 
 _SOURCE_FILE = "moepass-pack.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_WEIGHT_PATTERNS = (*(f"*{suffix}" for suffix in _WEIGHT_SUFFIXES), "*.index.json")
 
 # A function of (bytes done so far, total bytes).
 Progress = Callable[[int, int], object]
@@ -50,113 +51,137 @@ Formulas = Mapping[torch.dtype, LosslessFormula | ElfFormula]
 class PackReport:
     """Bytes of all expert matrices before and after packing, and of all other tensors.
 
-    `largest_error` is the largest absolute error of an element; None if this process did not write all files.
+    `unpacked_layers` have matrices that were copied because packing would not make them smaller. `largest_error` is the
+    largest absolute error of an element; None if this process did not write all files.
     """
 
     expert_bytes: int
     packed_bytes: int
     dense_bytes: int
+    unpacked_layers: int
     largest_error: float | None
 
 
 def pack_checkpoint(source: Path, target: Path, format: PackedFormat, progress: Progress) -> PackReport:
     """Write a copy of the checkpoint in the folder `source`, with its experts packed in `format`, to `target`.
 
-    Matrices that would not become smaller are copied. Raises InputError if `target` contains other files or has too
-    little space, and CheckpointError if `source` is quantised already, has no experts, or changes meanwhile.
+    Matrices that would not become smaller are copied, with all others of their shape in the same layer. Raises
+    InputError if `target` contains other files or cannot be written to, and CheckpointError if `source` is quantised
+    already, has no experts, or changes meanwhile.
     """
     numbers = PACKED_NUMBERS[format]
     if is_quantized(source):
-        text = f"{source} is quantised or packed already; packing needs weights in {' or '.join(numbers)}"
+        text = f"{source} is quantised or packed already; {format} packing needs experts in {one_of(numbers)}"
         raise CheckpointError(text, path=source)
     files, model = build_unread(source, None)
-    formulas = {FLOAT_TYPES[number].dtype: packed_formula(format, number) for number in numbers}
-    layers = [
-        [matrix for matrix in _matrices(expert_parameters(module).values()) if matrix.dtype in formulas]
-        for module in find_expert_modules(model).values()
-    ]
+    formulas: Formulas = {FLOAT_TYPES[number].dtype: packed_formula(format, number) for number in numbers}
+    modules = find_expert_modules(model).values()
+    layers = [found for module in modules if (found := _matrices(expert_parameters(module).values(), formulas))]
     experts = {matrix.key for matrices in layers for matrix in matrices}
     if not experts:
-        text = f"{source} has no experts in {' or '.join(numbers)}, which {format} packing takes"
+        text = (
+            f"{source} has no experts that {format} packing takes: matrices of 2 or more experts per layer, stored and "
+            f"computed in {one_of(numbers)}"
+        )
         raise CheckpointError(text, path=source)
     dense: dict[Path, list[StoredTensor]] = defaultdict(list)
     for tensor in files:
         if tensor.key not in experts:
             dense[tensor.file].append(tensor)
+    jobs: list[tuple[str, list[StoredTensor], Formulas]] = [
+        *((f"experts-{number:05d}.safetensors", tensors, formulas) for number, tensors in enumerate(layers)),
+        *((f"dense-{number:05d}.safetensors", tensors, {}) for number, tensors in enumerate(dense.values())),
+    ]
     total = sum(tensor.nbytes for tensor in files)
     weight_map: dict[str, str] = {}
-    done = packed_bytes = 0
     errors: list[float | None] = []
-    with _begun(source, target, format, files, total):
-        for prefix, groups, packs in (("experts", layers, True), ("dense", list(dense.values()), False)):
-            for number, tensors in enumerate(groups):
-                name = f"{prefix}-{number:05d}.safetensors"
-                is_new = not (target / name).exists()
-                errors.append(_write(target / name, files, tensors, formulas if packs else {}) if is_new else None)
-                sizes = _stored_sizes(target / name)
-                weight_map |= dict.fromkeys(sizes, name)
-                packed_bytes += sum(sizes.values()) if packs else 0
-                done += sum(tensor.nbytes for tensor in tensors)
-                progress(done, total)
+    done = packed_bytes = unpacked_layers = 0
+    with _writing(target), _locked(target):
+        _begin(source, target, format, files, total)
+        for name, tensors, formulas_of_file in jobs:
+            is_new = not (target / name).exists()
+            errors.append(_write(target / name, files, tensors, formulas_of_file) if is_new else None)
+            sizes = {tensor.key: tensor.nbytes for tensor in CheckpointFiles([target / name])}
+            weight_map |= dict.fromkeys(sizes, name)
+            if formulas_of_file:
+                packed_bytes += sum(sizes.values())
+                unpacked_layers += not experts.isdisjoint(sizes)
+            done += sum(tensor.nbytes for tensor in tensors)
+            progress(done, total)
         files.check()
-        _finish(source, target, format, weight_map)
+        _finish(source, target, format, weight_map, model.dtype)
     expert_bytes = sum(matrix.nbytes for matrices in layers for matrix in matrices)
     written_errors = [error for error in errors if error is not None]
     largest_error = max(written_errors) if len(written_errors) == len(errors) else None
-    return PackReport(expert_bytes, packed_bytes, total - expert_bytes, largest_error)
+    return PackReport(expert_bytes, packed_bytes, total - expert_bytes, unpacked_layers, largest_error)
 
 
-def _matrices(parameters: Iterable[torch.Tensor]) -> list[StoredTensor]:
-    """Return the stored matrices, or stacks of matrices, that make up `parameters`, in the order of their keys."""
+def _matrices(parameters: Iterable[torch.Tensor], formulas: Formulas) -> list[StoredTensor]:
+    """Return the stored matrices, or stacks of matrices, that make up `parameters` without a conversion, by key."""
     stored = {
         item.tensor.key: item.tensor
         for parameter in parameters
-        if isinstance(parameter, UnreadTensor) and parameter.dim() == 3
+        if isinstance(parameter, UnreadTensor) and parameter.dim() == 3 and parameter.dtype in formulas
         for item in parameter.recipe.stored()
+        if item.dtype == parameter.dtype and len(item.tensor.shape) > 1
     }
-    return [stored[key] for key in sorted(stored) if len(stored[key].shape) > 1]
+    return [stored[key] for key in sorted(stored)]
 
 
 @contextlib.contextmanager
-def _begun(source: Path, target: Path, format: str, files: CheckpointFiles, needed_bytes: int) -> Iterator[None]:
-    """Make the folder `target`, or check that an earlier process made it from the same files, and lock it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file, stamp in sorted({(tensor.file.resolve(), tensor.stamp) for tensor in files}, key=str):
-        digest.update(f"{file} {stamp}\n".encode())
-    made_of = {"source": str(source.resolve()), "format": format, "digest": digest.hexdigest()}
-    marker = target / _SOURCE_FILE
+def _writing(target: Path) -> Iterator[None]:
+    """Raise InputError for errors of writing to the folder `target`."""
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        if not marker.exists():
-            if any(target.iterdir()):
-                text = f"{target} is not empty, and `moepass pack` did not write it; name a new folder"
-                raise InputError(text, name="output", path=target)
-            free = shutil.disk_usage(target).free
-            if free < needed_bytes:
-                raise InputError(
-                    f"{target} has {free} free bytes; packing may need as many as {source} has, {needed_bytes}",
-                    name="output",
-                    value=free,
-                    expected=needed_bytes,
-                )
-            _write_json(marker, made_of)
-    except OSError as error:
-        raise InputError(f"{target} cannot be written to: {error.strerror}", name="output", path=target) from error
-    begun = read_json(marker, dict)
-    if begun != made_of:
-        text = (
-            f"{target} was begun with other files, or in another format: {begun.get('source')} in "
-            f"{begun.get('format')}; delete it, or name a new folder"
-        )
-        raise InputError(text, name="output", path=target, value=begun, expected=made_of)
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"{target} cannot be written to: {reason}", name="output", path=target) from error
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Make the folder `target`, and lock it. The kernel unlocks it if the process is killed."""
     import fcntl  # only on platforms with POSIX locks
 
-    with open(marker, "rb") as opened:
+    target.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks it if the process is killed
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"another process is writing to {target}; wait for it", path=target) from None
         yield
+    finally:
+        os.close(descriptor)
+
+
+def _begin(source: Path, target: Path, format: str, files: CheckpointFiles, needed_bytes: int) -> None:
+    """Check that the folder `target` is empty, or was begun for the same files, and has enough space."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file, stamp in sorted({(tensor.file.resolve(), tensor.stamp) for tensor in files}, key=str):
+        digest.update(f"{file} {stamp}\n".encode())
+    made_of = {"source": source.resolve().name, "format": format, "digest": digest.hexdigest()}
+    marker = target / _SOURCE_FILE
+    if marker.exists():
+        begun = read_json(marker, dict)
+        if begun != made_of:
+            text = (
+                f"{target} was begun for {begun.get('source')} in {begun.get('format')} format, or {source} has "
+                "changed since; delete it, or name a new folder"
+            )
+            raise InputError(text, name="output", path=target, value=begun, expected=made_of)
+    elif any(not _is_unfinished(file) for file in target.iterdir()):
+        text = f"{target} is not empty, and `moepass pack` did not write it; name a new folder"
+        raise InputError(text, name="output", path=target)
+    free = shutil.disk_usage(target).free + sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    if free < needed_bytes:
+        text = f"{target} has room for {free} bytes; packing {source} needs up to {needed_bytes} bytes"
+        raise InputError(text, name="output", value=free, expected=needed_bytes)
+    _write_json(marker, made_of)
+
+
+def _is_unfinished(file: Path) -> bool:
+    return file.name.startswith(".") and file.name.endswith(".part")
 
 
 def _write(file: Path, files: CheckpointFiles, tensors: Sequence[StoredTensor], formulas: Formulas) -> float:
@@ -194,10 +219,9 @@ def _write(file: Path, files: CheckpointFiles, tensors: Sequence[StoredTensor], 
                     text = f"{file}: {tensor.key} was read back with other bytes; the disk or the memory is faulty"
                     raise CheckpointError(text, path=file, name=tensor.key)
                 largest_error = max(largest_error, error)
+        shutil.copymode(tensors[0].file, temporary)  # safetensors writes files that other users cannot read
         os.replace(temporary, file)
         return largest_error
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror or error}", name="output", path=file) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -236,26 +260,33 @@ def _largest_error(copy: torch.Tensor, original: torch.Tensor) -> float:
     """Return the largest absolute error of an element; NaN if an element that is no finite number has other bits."""
     if torch.equal(_bytes(copy), _bytes(original)):
         return 0.0
-    differs = (_bytes(copy) != _bytes(original)).unflatten(-1, (-1, original.dtype.itemsize)).any(-1)
-    return float((copy[differs].double() - original[differs].double()).abs().max())
+    differs = (_bytes(copy) != _bytes(original)).view(-1, original.dtype.itemsize).any(-1)
+    return float((copy.flatten()[differs].double() - original.flatten()[differs].double()).abs().max())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _stored_sizes(file: Path) -> Mapping[str, int]:
-    """Return the bytes of each tensor in `file`, by key."""
-    return {tensor.key: tensor.nbytes for tensor in CheckpointFiles([file])}
-
-
-def _finish(source: Path, target: Path, format: str, weight_map: Mapping[str, str]) -> None:
-    """Write the index, copy the tokenizer and other small files, and write the config."""
-    _write_json(target / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and file.name not in (INDEX_FILE, CONFIG_FILE):
-            shutil.copyfile(file, target / file.name)
+def _finish(source: Path, target: Path, format: str, weight_map: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Write the index, copy the tokenizer and other files, and write the config."""
+    _write_json(target / PACKED_INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
+    for path in source.iterdir():
+        if (
+            path.name == CONFIG_FILE
+            or path.name.startswith(".")
+            or path.name.endswith((".index.json", *_WEIGHT_SUFFIXES))
+        ):
+            continue
+        if path.is_file():
+            shutil.copyfile(path, target / path.name)
+        elif path.is_dir() and not target.resolve().is_relative_to(path.resolve()):
+            shutil.copytree(
+                path, target / path.name, ignore=shutil.ignore_patterns(*_WEIGHT_PATTERNS), dirs_exist_ok=True
+            )
     config = read_json(source / CONFIG_FILE, dict)
+    if load_config(source).dtype is None:
+        config["dtype"] = str(dtype).removeprefix("torch.")  # otherwise that of the weights, which are bytes now
     quantization = {"quant_method": PACKED_METHOD, "format": format}
     _write_json(target / CONFIG_FILE, {**config, "quantization_config": quantization})
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from moepass.models.demo import demo_folder
 from moepass.models.errors import CheckpointError
 from moepass.models.layouts.elf import ElfFormula
-from moepass.models.layouts.packed_floats import FLOAT_TYPES
+from moepass.models.layouts.layout import Role
+from moepass.models.layouts.packed_floats import FLOAT_TYPES, _checksum
 from moepass.models.sizes.weight_formats import packed_format
 from tests.helpers.kernels.packed_floats import (
     FORMULAS,
@@ -84,3 +85,25 @@ def test_a_changed_byte_is_noticed(case: tuple[Formula, torch.Tensor], data: st.
     changed[expert, data.draw(st.integers(0, changed.shape[1] - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(CheckpointError, match=f"^matrix {expert} of packed weights does not have its checksum"):
         formula.check(stored)
+
+
+@settings(max_examples=200)
+@given(float_matrices(), st.integers(0, 63), st.integers(2, 16), st.integers(0, 1 << 30))
+def test_the_same_bit_of_several_words_is_noticed(
+    case: tuple[Formula, torch.Tensor], bit: int, words: int, seed: int
+) -> None:
+    formula, matrices = case
+    stored = packed(formula, matrices[:1])
+    values = torch.nn.functional.pad(stored[Role.VALUES].flatten(), (0, 8))
+    values = values[: len(values) // 8 * 8].clone().view(torch.int64)
+    before = _checksum(values.view(torch.uint8))
+    changed = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))[:words]
+    values[changed] ^= 1 << bit if bit < 63 else -(1 << 63)
+    assert _checksum(values.view(torch.uint8)) != before
+
+
+def test_zeros_do_not_have_their_checksum() -> None:
+    for formula in FORMULAS:
+        stored = formula.encode(torch.randn(8, 16).to(formula.type.dtype))
+        with pytest.raises(CheckpointError, match="does not have its checksum"):
+            formula.check({role: torch.zeros_like(values) for role, values in stored.items()})

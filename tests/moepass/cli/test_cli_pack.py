@@ -16,7 +16,7 @@ def test_the_packed_demo_scores_the_same(tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     done = _run("pack", "demo", "-o", str(packed))
     assert done.stderr == ""
-    assert done.stdout == f"{packed}: the experts take 4.1 MB, 0.87 of 4.7 MB; other weights take 1.3 MB\n"
+    assert done.stdout == f"{packed}: experts of 4.7 MB packed to 4.1 MB (87%); 1.3 MB of other weights copied\n"
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("Guten Morgen", "Good morning")))
     answers = [_run("score", model, "--input", str(texts)).stdout for model in ("demo", str(packed))]
@@ -25,5 +25,5 @@ def test_the_packed_demo_scores_the_same(tmp_path: Path) -> None:
     again = _run("pack", str(packed), "-o", str(tmp_path / "again"))
     assert again.returncode == 1
     assert again.stderr == (
-        f"moepass: error: {packed} is quantised or packed already; packing needs weights in bf16 or fp16 or fp32\n"
+        f"moepass: error: {packed} is quantised or packed already; lossless packing needs experts in bf16, fp16, fp32\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import moepass
+from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
 from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.models.layouts.published import PackedFormat
@@ -99,7 +102,7 @@ def test_elf_keeps_its_bound_and_reports_the_error(dtype: torch.dtype, bound: fl
     streamed = moepass.load_pretrained(tmp_path / "packed")
     inputs = tiny_inputs(streamed)
     assert torch.equal(streamed(**inputs).logits, load_model(tmp_path / "packed")(**inputs).logits)
-    with pytest.raises(CheckpointError, match="has no experts in fp16 or fp32, which elf packing takes"):
+    with pytest.raises(CheckpointError, match="has no experts that elf packing takes"):
         _pack(_saved(tmp_path / "bf16"), tmp_path / "none", "elf")
 
 
@@ -203,17 +206,96 @@ def test_bad_sources_and_targets(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is quantised or packed already"):
         _pack(tmp_path / "packed", tmp_path / "twice")
     other = _saved(tmp_path / "other")
-    with pytest.raises(InputError, match=r"was begun with other files, or in another format: .*source in lossless"):
+    with pytest.raises(InputError, match=r"was begun for source in lossless format, or .* has changed since"):
         _pack(other, tmp_path / "packed")
     dense = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, head_dim=16)
     Qwen3ForCausalLM(dense).save_pretrained(tmp_path / "dense")
-    with pytest.raises(CheckpointError, match="has no experts in bf16 or fp16 or fp32, which lossless packing takes"):
+    with pytest.raises(CheckpointError, match="has no experts that lossless packing takes"):
         _pack(tmp_path / "dense", tmp_path / "none")
+
+
+def test_an_unfinished_first_file_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / ".moepass-pack.json.part").write_text("{")
+    source = _saved(tmp_path / "source")
+    _pack(source, tmp_path / "packed")
+    _assert_same_weights(source, tmp_path / "packed")
+
+
+def test_one_process_at_a_time_writes(tmp_path: Path) -> None:
+    source, target = _saved(tmp_path / "source"), tmp_path / "packed"
+    with packing._locked(target), pytest.raises(InputError, match="another process is writing to"):
+        _pack(source, target)
+    _pack(source, target)
+
+
+@pytest.mark.parametrize("failing", ["save_file", "_finish"])
+def test_errors_of_the_disk_are_named(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _saved(tmp_path / "source")
+
+    def fail(*arguments: Any) -> None:
+        raise SafetensorError("No space left") if failing == "save_file" else OSError(28, "No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, failing, fail)
+        with pytest.raises(InputError, match="packed cannot be written to: No space left"):
+            _pack(source, tmp_path / "packed")
+    _pack(source, tmp_path / "packed")
+    _assert_same_weights(source, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_config_without_dtype_stays_that_of_the_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source", dtype=dtype)
+    config = json.loads((source / "config.json").read_text())
+    del config["dtype"]
+    (source / "config.json").write_text(json.dumps(config))
+    _pack(source, tmp_path / "packed")
+    _assert_same_weights(source, tmp_path / "packed")
+
+
+def test_experts_that_are_computed_in_another_dtype_are_not_packed(tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source", dtype=torch.float32)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    with pytest.raises(CheckpointError, match="stored and computed in bf16, fp16, fp32"):
+        _pack(source, tmp_path / "packed")
+
+
+def test_another_dtype_decodes_while_loading(tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source", dtype=torch.float32)
+    _pack(source, tmp_path / "packed")
+    models = [moepass.load_pretrained(folder, dtype=torch.bfloat16) for folder in (source, tmp_path / "packed")]
+    inputs = tiny_inputs(models[0])
+    assert torch.equal(models[0](**inputs).logits, models[1](**inputs).logits)
+    sizes = [moepass.offload_report(model).home_bytes for model in models]
+    assert sizes[0] == sizes[1]
+
+
+def test_scalars_and_folders_are_copied(tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source")
+    (source / "templates").mkdir()
+    (source / "templates" / "chat.jinja").write_text("x")
+    (source / "pytorch_model.bin.index.json").write_text("{}")
+    file = tmp_path / "scalar.safetensors"
+    save_file({"scale": torch.tensor(0.5)}, file)
+    files = CheckpointFiles([file])
+    packing._write(tmp_path / "copy.safetensors", files, list(files), {})
+    assert load_file(tmp_path / "copy.safetensors")["scale"] == 0.5
+    _pack(source, tmp_path / "packed")
+    assert (tmp_path / "packed" / "templates" / "chat.jinja").read_text() == "x"
+    assert not (tmp_path / "packed" / "pytorch_model.bin.index.json").exists()
+
+
+def test_transformers_finds_no_weights_in_a_packed_checkpoint(tmp_path: Path) -> None:
+    _pack(_saved(tmp_path / "source"), tmp_path / "packed")
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _saved(tmp_path / "source")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=10))
-    with pytest.raises(InputError, match="has 10 free bytes; packing may need as many as"):
+    with pytest.raises(InputError, match=r"has room for 10 bytes; packing .* needs up to"):
         _pack(source, tmp_path / "packed")
     assert list((tmp_path / "packed").iterdir()) == []
