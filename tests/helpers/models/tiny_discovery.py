@@ -160,6 +160,11 @@ _GEMMA: Mapping[str, Any] = MappingProxyType(
 # Exceptions from the general rule, by family.
 _OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        # The last layers read earlier ones.
+        "beam": {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+        },
         "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["full_attention"] * 3},
         "diffusion_gemma": _GEMMA,
         # Sliding layers have latent attention of another size, given by keywords that are not attributes.

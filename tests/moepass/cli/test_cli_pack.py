@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from click.testing import Result
+from typer.testing import CliRunner
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "moepass.cli", *arguments], capture_output=True, text=True)
+from moepass.cli.main import app
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
 
 
 def test_the_packed_demo_scores_the_same(tmp_path: Path) -> None:
@@ -23,7 +26,7 @@ def test_the_packed_demo_scores_the_same(tmp_path: Path) -> None:
     assert answers[0]
     assert answers[0] == answers[1]
     again = _run("pack", str(packed), "-o", str(tmp_path / "again"))
-    assert again.returncode == 1
+    assert again.exit_code == 1
     assert again.stderr == (
         f"moepass: error: {packed} is quantised or packed already; lossless packing needs experts in bf16, fp16, fp32\n"
     )

@@ -32,7 +32,7 @@ Sequences = list[tuple[int, ...]]
 DISCOVERED = {record.name: record for record in discover_expert_families()}
 REFUSED = {
     **dict.fromkeys(("jamba", "qwen3_next", "lfm2_moe", "zaya", "nemotron_h"), "convolution over tokens"),
-    "minimax": "layers [1, 3] have no attention that can be replaced: linear_attention",
+    "minimax": "layers [1] have no attention that can be replaced: linear_attention",
     "deepseek_v32": "called with indices",
     "deepseek_v4": "4 queries and 5 keys",
     "openai_privacy_filter": "not causal",
