@@ -264,7 +264,7 @@ def test_a_compiled_model_stays_exact(seeds: int) -> None:
     assert run_ranks(2, _runs_that_differ, seeds) == [0, 0]
 
 
-def _do_not_wait_for_the_slot(copier: Copier, fetch: Fetch, target: torch.Tensor, after: object) -> SlotCopy:
+def _do_not_wait_for_the_slot(copier: Copier, fetch: Fetch, target: torch.Tensor, *arguments: object) -> SlotCopy:
     return _submit(copier, fetch, target, None)
 
 
