@@ -21,6 +21,7 @@ import typer
 
 import moepass
 from benchmarks.common import median_and_spread, print_table, reference_model, verdict
+from benchmarks.parts.disk_reads import bytes_from_disk, drop_pages
 from moepass.runtime.homes.disk.disk_home import DiskHome
 
 # The pause between two forwards, in which the ring fills its slots for the next one.
@@ -103,11 +104,11 @@ def _measure(
             run(ids)
             time.sleep(SETTLE_SECONDS)
             if "cold" in name:
-                _drop_pages(checkpoint)
-            before, started = _bytes_from_disk(), time.perf_counter()
+                drop_pages(checkpoint)
+            before, started = bytes_from_disk(), time.perf_counter()
             run(ids)
             seconds[name].append(time.perf_counter() - started)
-            from_disk[name].append(_bytes_from_disk() - before)
+            from_disk[name].append(bytes_from_disk() - before)
     rows: list[list[object]] = []
     for name, times in seconds.items():
         ratio = statistics.median(mine / resident for mine, resident in zip(times, seconds["resident"], strict=True))
@@ -123,18 +124,6 @@ def _measure(
             ]
         )
     return rows
-
-
-def _drop_pages(checkpoint: Path) -> None:
-    for file in checkpoint.glob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def _bytes_from_disk() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import typer
 
 import moepass
 from benchmarks.common import median_and_spread, print_table
+from benchmarks.parts.disk_reads import bytes_from_disk, drop_pages
 from benchmarks.parts.random_checkpoints import FORMATS, write_random_checkpoint
 from moepass.models.sizes.presets import preset_config
 
@@ -154,20 +155,6 @@ class PeakMemory:
                 name, _, value = line.partition(":")
                 if name in ("VmHWM", "RssAnon", "RssFile", "RssShmem"):
                     self.peaks[name] = max(self.peaks.get(name, 0), int(value.split()[0]) * 1024)
-
-
-def drop_pages(checkpoint: Path) -> None:
-    """Let the kernel drop the clean pages of a checkpoint's files from its cache."""
-    for file in checkpoint.glob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def bytes_from_disk() -> int:
-    """Return the bytes that this process has read from disks."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 def disk_rate(checkpoint: Path, most_bytes: int) -> float:

@@ -85,10 +85,10 @@ def unread(
     dtype: torch.dtype = torch.bfloat16,
     name: str = "the checkpoint",
 ) -> dict[str, torch.Tensor]:
-    """Return every tensor of the checkpoint `name` by its key. Reads none but the block indices of quantised matrices.
+    """Return every tensor of the checkpoint `name` by its key.
 
-    The stored tensors of a quantised matrix become one tensor, the matrix in `dtype`. Raises CheckpointError if they do
-    not fit together.
+    The stored tensors of a quantised matrix become one tensor, the matrix in `dtype`. Only block indices are
+    read. Raises CheckpointError if the tensors do not fit together.
     """
     stored = {item.key: Stored(files, item, item.shape, item.dtype) for item in files}
     decoded = {}

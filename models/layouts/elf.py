@@ -35,7 +35,7 @@ class ElfFormula(PackedFormula, frozen=True, tag="elf"):
 
     @property
     def bound(self) -> float:
-        """The largest possible absolute error."""
+        """The largest possible absolute error of an element."""
         return 2.0 ** -(self.type.mantissa_bits + 1)
 
     def least_bytes(self, rows: int, columns: int) -> int:

@@ -1,6 +1,6 @@
-"""Layouts of quantised matrices: the formula that decodes a matrix [out, in] from its stored tensors.
+"""Quantised matrices: the formula that decodes a matrix [out, in] from its stored tensors.
 
-Every layout is an instance of one formula, computed in fp32 and rounded once to the model's dtype:
+Every published layout is an instance of one formula, computed in fp32 and rounded once to the model's dtype:
 
     matrix[o, i] = (value[o, i] - zero point[block]) * scale[block]        block: the block of the matrix with (o, i)
 
@@ -21,7 +21,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 class Role(StrEnum):
-    """The part of the formula that a stored tensor contains."""
+    """The part of a formula that a stored tensor contains. Packed matrices have only values and sections."""
 
     VALUES = "values"
     SCALES = "scales"

@@ -84,6 +84,11 @@ class PackedFormula(msgspec.Struct, frozen=True):
         """Bit planes of each row."""
         return self.code_planes + self.type.high_bits
 
+    @property
+    def bound(self) -> float:
+        """The largest possible absolute error of an element."""
+        return 0.0
+
     def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape [..., out, in] of the matrices with these stored values."""
         return (*values[:-1], values[-1] // self.type.value_bytes)

@@ -1,4 +1,4 @@
-"""The layouts of published checkpoints, by the method that their `quantization_config` names."""
+"""The layouts of published and of packed checkpoints, by the method that their `quantization_config` names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
 from moepass.models.layouts.lossless import LosslessFormula
 from moepass.models.layouts.packed_floats import FloatName
-from moepass.models.layouts.weight_layout import WeightLayout
+from moepass.models.layouts.weight_layout import PackedMatrixFormula, WeightLayout
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
@@ -346,7 +346,7 @@ def _packed(config: _Packed) -> Quantization:
     return Quantization(PACKED_METHOD, tuple(layouts))
 
 
-def packed_formula(format: PackedFormat, number: FloatName) -> LosslessFormula | ElfFormula:
+def packed_formula(format: PackedFormat, number: FloatName) -> PackedMatrixFormula:
     """Return the formula of matrices of `number`s that `moepass pack` writes in `format`."""
     return LosslessFormula(number) if format == "lossless" else ElfFormula(number)
 

@@ -12,11 +12,9 @@ from typing import Protocol
 import torch
 
 from moepass.models.errors import CheckpointError
-from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Role
-from moepass.models.layouts.lossless import LosslessFormula
 from moepass.models.layouts.published import Quantization
-from moepass.models.layouts.weight_layout import WeightLayout
+from moepass.models.layouts.weight_layout import PackedMatrixFormula, WeightLayout
 
 # Suffixes of tensors for quantised activations and caches, which moepass does not use, and of the shape of a matrix.
 _SKIPPED_SUFFIXES = tuple(
@@ -169,7 +167,7 @@ def _checked_shape(
 
 
 def _checked_packed_shape(
-    formula: LosslessFormula | ElfFormula, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str
+    formula: PackedMatrixFormula, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str
 ) -> tuple[int, ...]:
     (key, values), (sections_key, sections) = tensors[Role.VALUES], tensors[Role.SECTIONS]
     *leading, rows, columns = formula.shape(tuple(values.shape))

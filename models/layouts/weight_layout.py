@@ -11,7 +11,9 @@ from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Role
 from moepass.models.layouts.lossless import LosslessFormula
 
-Formula = MatrixFormula | LosslessFormula | ElfFormula
+# What `moepass pack` writes.
+PackedMatrixFormula = LosslessFormula | ElfFormula
+Formula = MatrixFormula | PackedMatrixFormula
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import dataclasses
 from moepass.models.errors import InputError
 from moepass.models.formulas.stored_weights import BankSizes
 
-# While a bank is decoded from one encoded buffer, the next one is copied into the other. Copies take place one after
-# the other, and so do decodes, so that banks of equal size need no third buffer.
+# While a bank is decoded from one encoded buffer, the next one is copied into the other. Only one bank is copied at a
+# time, and only one is decoded, so that banks of equal size need no third buffer.
 ENCODED_BUFFERS = 2
 
 

@@ -2,8 +2,8 @@
 
 A discrete-event simulation of three actors, as the executor and the ring have them. The host issues steps in order; the
 compute stream runs segments in that order; each link copies one bank after the other, and a decoder decodes one after
-the other: a bank is decoded while the next one is copied into the other encoded buffer. Runs are repeated
-until they are periodic. Slots that a run no longer needs are filled for the next run, as in the real ring.
+the other: a bank is decoded while the next one is copied into the other encoded buffer. Runs are repeated until they
+are periodic. Slots that a run no longer needs are filled for the next run, as in the real ring.
 
 Pseudo-code
     until a step begins in the same state as an earlier one:

@@ -18,6 +18,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -30,11 +31,10 @@ from moepass.models.checkpoint.load_model import build_unread, is_quantized
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_files import PACKED_INDEX_FILE, one_line, read_json
 from moepass.models.errors import CheckpointError, InputError, one_of
-from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import Role
-from moepass.models.layouts.lossless import LosslessFormula
 from moepass.models.layouts.packed_floats import FLOAT_TYPES
 from moepass.models.layouts.published import PACKED_METHOD, PACKED_NUMBERS, PackedFormat, packed_formula
+from moepass.models.layouts.weight_layout import PackedMatrixFormula
 from moepass.runtime.kernels.decoders import decode_matrices
 from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
 
@@ -44,7 +44,7 @@ _WEIGHT_PATTERNS = (*(f"*{suffix}" for suffix in _WEIGHT_SUFFIXES), "*.index.jso
 
 # A function of (bytes done so far, total bytes).
 Progress = Callable[[int, int], object]
-Formulas = Mapping[torch.dtype, LosslessFormula | ElfFormula]
+Formulas = Mapping[torch.dtype, PackedMatrixFormula]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def pack_checkpoint(source: Path, target: Path, format: PackedFormat, progress: 
 
     Matrices that would not become smaller are copied, with all others of their shape in the same layer. Raises
     InputError if `target` contains other files or cannot be written to, and CheckpointError if `source` is quantised
-    already, has no experts, or changes meanwhile.
+    already, has no experts, or changes while it is read.
     """
     numbers = PACKED_NUMBERS[format]
     if is_quantized(source):
@@ -76,7 +76,8 @@ def pack_checkpoint(source: Path, target: Path, format: PackedFormat, progress: 
     files, model = build_unread(source, None)
     formulas: Formulas = {FLOAT_TYPES[number].dtype: packed_formula(format, number) for number in numbers}
     modules = find_expert_modules(model).values()
-    layers = [found for module in modules if (found := _matrices(expert_parameters(module).values(), formulas))]
+    layers = [_matrices(expert_parameters(module).values(), formulas) for module in modules]
+    layers = [matrices for matrices in layers if matrices]
     experts = {matrix.key for matrices in layers for matrix in matrices}
     if not experts:
         text = (
@@ -195,27 +196,16 @@ def _write(file: Path, files: CheckpointFiles, tensors: Sequence[StoredTensor], 
             _packed(files, tensors, formulas) if formulas else {tensor.key: files.read(tensor) for tensor in tensors}
         )
         save_file(written, temporary, {"format": "pt"})
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(temporary, "rb") as complete:
+            os.fsync(complete.fileno())
         del written
         largest_error = 0.0
         with safe_open(temporary, framework="pt") as opened:
             keys = set(opened.keys())
             for tensor in tensors:
-                original, bound = files.read(tensor), 0.0
-                if tensor.key in keys:
-                    copy = opened.get_tensor(tensor.key)
-                else:
-                    formula, copy = formulas[tensor.dtype], torch.empty_like(original)
-                    bound = formula.bound if isinstance(formula, ElfFormula) else 0.0
-                    stored = {role: opened.get_tensor(tensor.key + end) for role, end in formula.suffixes.items()}
-                    batches = {role: value if copy.dim() == 3 else value[None] for role, value in stored.items()}
-                    decode_matrices(formula, batches, _as_stack(copy))
-                error = _largest_error(copy, original)
-                if not error <= bound:
+                formula = None if tensor.key in keys else formulas[tensor.dtype]
+                error = _largest_error(_read_back(opened, tensor, formula), files.read(tensor))
+                if not error <= (formula.bound if formula else 0.0):
                     text = f"{file}: {tensor.key} was read back with other bytes; the disk or the memory is faulty"
                     raise CheckpointError(text, path=file, name=tensor.key)
                 largest_error = max(largest_error, error)
@@ -224,6 +214,19 @@ def _write(file: Path, files: CheckpointFiles, tensors: Sequence[StoredTensor], 
         return largest_error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _read_back(opened: Any, tensor: StoredTensor, formula: PackedMatrixFormula | None) -> torch.Tensor:
+    """Return the numbers of `tensor` in the written file `opened`, packed by `formula` unless that is None."""
+    if formula is None:
+        copy: torch.Tensor = opened.get_tensor(tensor.key)
+        return copy
+    stored = {role: opened.get_tensor(tensor.key + suffix) for role, suffix in formula.suffixes.items()}
+    is_stack = len(tensor.shape) == 3
+    batches = stored if is_stack else {role: values[None] for role, values in stored.items()}
+    decoded = torch.empty(tensor.shape, dtype=tensor.dtype)
+    decode_matrices(formula, batches, decoded if is_stack else decoded[None])
+    return decoded
 
 
 def _packed(files: CheckpointFiles, tensors: Sequence[StoredTensor], formulas: Formulas) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ class EncodedBuffer:
 
 @dataclasses.dataclass
 class EncodedCopy:
-    """The copy of an encoded bank into `buffer`; `copied` is None once its decode was issued."""
+    """The copy of an encoded bank into `buffer`; `copied` is None after its decode was issued."""
 
     copied: SlotCopy | None
     buffer: EncodedBuffer
