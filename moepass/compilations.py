@@ -11,7 +11,7 @@ from typing import cast
 from moepass.models.errors import OptionError
 from moepass.models.homes import ADOPTED
 from moepass.models.limits import AUTO
-from moepass.options import Options
+from moepass.options import FP8, Options
 from moepass.passes.ir.activation_memory import LEAST_CHUNK_TOKENS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
@@ -101,4 +101,5 @@ def pass_context(options: Options, store: BankStore | None, resident: BankStore 
         transport=options.adoption().transport,
         placed=None if planned is None else planned.placed,
         runs_by_expert=options.lower != EAGER,
+        multiplies_in_fp8=options.experts_compute == FP8,
     )

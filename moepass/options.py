@@ -23,6 +23,10 @@ from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.home_protocol import check_transport
 from moepass.runtime.transfer.link import parse_link
 
+# The value of `experts_compute` with which experts multiply in FP8, and the first compute capability that it is for.
+FP8 = "fp8"
+_FP8_CAPABILITY = 9
+
 
 class Options(msgspec.Struct, frozen=True):
     """The options of `torch.compile(model, backend="asyncep", options={...})`.
@@ -54,6 +58,15 @@ class Options(msgspec.Struct, frozen=True):
             "these tokens.",
         ),
     ] = False
+    experts_compute: Annotated[
+        Literal["model", "fp8"],
+        option(
+            "The arithmetic of experts.",
+            details='`"model"`: the dtype of the model. `"fp8"`: experts that are stored as blocks of FP8 stay FP8 in '
+            "their slots and multiply in FP8, on GPUs of compute capability 9.0 and higher; the numbers differ "
+            "slightly ([below](#fp8-arithmetic)).",
+        ),
+    ] = "model"
     dump: Annotated[
         str | None,
         option(
@@ -132,6 +145,9 @@ class Options(msgspec.Struct, frozen=True):
             needs = "cudagraphs=True records" if self.cudagraphs else f"lower={self.lower!r} compiles"
             text = f"option disable has 'partition', but {needs} segments; use lower='eager' without cudagraphs"
             raise OptionError(text, name="disable", value=self.disable)
+        if self.experts_compute == FP8 and self.lower == EAGER:
+            text = "option experts_compute is 'fp8', but lower='eager' runs the model's own operators; use 'inductor'"
+            raise OptionError(text, name="experts_compute", value=FP8, expected=("model",))
         if self.link is not None:
             parse_link(self.link)
         if self.transport is not None:
@@ -159,6 +175,8 @@ class Options(msgspec.Struct, frozen=True):
                 )
                 raise OptionError(text, name="lower", value=TENSORRT, expected=("inductor", "eager"))
             torch_tensorrt()
+        if self.experts_compute == FP8:
+            _check_multiplies_in_fp8(device)
         if self.cudagraphs and device.type != "cuda":
             text = (
                 f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record only GPU work; "
@@ -178,6 +196,22 @@ class Options(msgspec.Struct, frozen=True):
                 shown = value.name if isinstance(value, Hardware) else value
                 text = f"option {name} is {shown!r}, but the experts of this model were offloaded: {remedy}"
                 raise OptionError(text, name=name, value=shown)
+
+
+def _check_multiplies_in_fp8(device: torch.device) -> None:
+    name = str(device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= _FP8_CAPABILITY:
+            return
+        name = f"{torch.cuda.get_device_name(device)}, of compute capability {major}.{minor}"
+    elif device.type == "cuda":
+        return  # a plan for an absent GPU
+    text = (
+        f"option experts_compute is 'fp8', but the graph computes on {name}: kernels in FP8 are for NVIDIA GPUs of "
+        f"compute capability {_FP8_CAPABILITY}.0 and higher; leave the option out"
+    )
+    raise OptionError(text, name="experts_compute", value=FP8, expected=("model",))
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:

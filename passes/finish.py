@@ -13,6 +13,7 @@ from moepass.passes.ir.segment import Lowering, Segment
 from moepass.passes.schedule.predict import decisions_for
 from moepass.passes.segments.bank_parts import with_complete_banks
 from moepass.passes.segments.cuda_graphs import with_cuda_graphs
+from moepass.passes.segments.fp8_slots import check_fp8_readers
 from moepass.passes.segments.tensorrt_choice import with_tensorrt_choices
 
 
@@ -37,7 +38,10 @@ def finish(
         context: the context of the passes.
         tensorrt: whether the plan says which segments are for TensorRT.
         cudagraphs: whether the plan says which segments are recorded as CUDA graphs.
+
+    Raises InputError if experts multiply in FP8, and a segment that reads them is not lowered to Triton kernels.
     """
+    check_fp8_readers(module, plan, lowerings)
     segments = with_lowerings(plan.segments, lowerings)
     if tensorrt:
         segments = with_tensorrt_choices(segments, module)

@@ -25,6 +25,7 @@ from moepass.passes.schedule.predict import predict
 from moepass.passes.schedule.schedule_slots import schedule
 from moepass.passes.schedule.verify import verify
 from moepass.passes.segments.bank_parts import bank_parts
+from moepass.passes.segments.fp8_slots import fp8_slots
 from moepass.passes.segments.partition import partition
 from moepass.passes.slots.compute_read_slots import compute_read_slots
 from moepass.passes.slots.leave_out_padding import leave_out_padding
@@ -55,6 +56,7 @@ PASSES: tuple[Pass, ...] = (
     verify,  # before the cut into segments, while all readers of a slot are in one graph
     partition,  # cuts at the scheduling points
     bank_parts,  # needs segments: they decide whether a bank can be read in parts
+    fp8_slots,  # needs the final layout of slots
     activation_memory,  # needs segments in the order in which they run
     predict,  # last: it reads the final steps and changes nothing
 )

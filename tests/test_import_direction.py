@@ -82,7 +82,7 @@ ROOMS = {
         "homes/options": _EVERY_HOME,
         "offload": _OFFLOAD,
         "kernels": ("system",),
-        "kernels/grouped_gemm": ("system",),
+        "kernels/grouped_gemm": ("kernels", "system"),
         "lowering": ("kernels/grouped_gemm", "kernels", "system"),
         "cuda_graphs": ("system",),
         "execute": _EXECUTE,

@@ -23,6 +23,8 @@ _WORDS = (torch.int32,)
 _E2M1 = Packing(4, count=2)
 _MX = MatrixFormula(_E2M1, Number.E2M1, (1, 32))
 
+# Name of the layout with one scale for each block of rows and columns.
+FP8_BLOCKS = "fp8 blocks"
 _FP8_SOURCE = "DeepSeek-V3, inference/kernel.py, weight_dequant"
 _MX_SOURCE = "OCP Microscaling Formats (MX) v1.0, section 6.3"
 _NVFP4_SOURCE = "NVIDIA ModelOpt, quantization/qtensor/nvfp4_tensor.py, dequantize"
@@ -118,7 +120,7 @@ def _fp8(config: _Fp8) -> Quantization:
 
 def _fp8_layout(block: _Block, suffix: str, scales: tuple[torch.dtype, ...] = _FLOATS) -> WeightLayout:
     names: Mapping[_Block, str] = {(None, None): "fp8 per tensor", (1, None): "fp8 per channel"}
-    name = names.get(block, "fp8 blocks")
+    name = names.get(block, FP8_BLOCKS)
     # A fused tensor of experts `gate_up_proj` has the scales `gate_up_proj_scale_inv`.
     suffixes = {Role.VALUES: "", Role.SCALES: suffix}
     formula = MatrixFormula(Packing(8), Number.E4M3, block)

@@ -125,6 +125,14 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
             "one by one."
         ),
     ] = "inductor"
+    experts_compute: Annotated[
+        Literal["model", "fp8"],
+        option(
+            "The arithmetic of experts: in the **model**'s dtype, or in **fp8** on a GPU of compute capability 9.0 or "
+            "higher, for checkpoints whose experts are stored as blocks of FP8.",
+            details="See [FP8 arithmetic](options.md#fp8-arithmetic).",
+        ),
+    ] = "model"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_THREADS)] | None,
         option("CPU threads of each rank.", unset="the cores, divided evenly"),
@@ -143,13 +151,15 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
                 "and a home that experts are streamed from, or set chunk_tokens to a number of tokens"
             )
             raise OptionError(message, name="chunk_tokens", value=AUTO)
-        if self.tune_kernels and (not self.device.startswith("cuda") or self.eager or self.lower == "eager"):
-            text = (
-                f"tune_kernels is on, but with device {self.device!r}, lower {self.lower!r}"
-                f"{' and eager' if self.eager else ''} experts have no Triton kernels; they have with device cuda and "
-                "lower inductor"
-            )
-            raise OptionError(text, name="tune_kernels", value=True, expected=(False,))
+        if not self.device.startswith("cuda") or self.eager or self.lower == "eager":
+            for name, default in (("tune_kernels", False), ("experts_compute", "model")):
+                if (value := getattr(self, name)) != default:
+                    text = (
+                        f"{name} is {value!r}, but with device {self.device!r}, lower {self.lower!r}"
+                        f"{' and eager' if self.eager else ''} experts have no Triton kernels; they have with device "
+                        "cuda and lower inductor"
+                    )
+                    raise OptionError(text, name=name, value=value, expected=(default,))
 
     @property
     def cache_bytes(self) -> int | None:

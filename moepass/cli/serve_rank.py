@@ -105,7 +105,8 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
         home = Host(link=options.link)
 
     def compile_module(module: nn.Module) -> StoredModule:
-        return StoredModule(module, {"lower": options.lower, "chunk_tokens": options.chunk_tokens}, setup.model)
+        compiler_options = {name: getattr(options, name) for name in ("lower", "chunk_tokens", "experts_compute")}
+        return StoredModule(module, compiler_options, setup.model)
 
     dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
     asked = EngineOptions(

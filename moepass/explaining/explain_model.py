@@ -120,7 +120,9 @@ def explain(
     if text := stored_assumption(setting, architecture.unknown_storage):
         assumptions.append(text)
     if setting.dtype == "fp8":
-        assumptions.append("fp8 is only a forecast: moepass does not compute in fp8 yet")
+        assumptions.append(
+            "fp8 is only a forecast: moepass computes only experts in fp8, not attention and dense layers"
+        )
     blocks, refusals = explained_blocks(compiler, architecture, setting.dtype, stored)
     crossover = crossover_tokens(best)
     strategy = parts.StrategyPart(best.chosen, best.reason, best.runner_up, best.home, tuple(tried), budget, crossover)

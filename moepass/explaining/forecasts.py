@@ -229,7 +229,10 @@ def how_to_run(
     fits, or empty.
     """
     if dtype == "fp8":
-        return "moepass does not compute in fp8 yet: use --dtype bf16 for a plan that it can run"
+        return (
+            "moepass computes only experts in fp8 (experts_compute='fp8'), not attention and dense layers: use --dtype "
+            "bf16 for a plan that it can run"
+        )
     compiled = 'compiled = torch.compile(model, backend="asyncep")'
     if shortage:
         return f"{shortage}; see the advice"

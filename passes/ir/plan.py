@@ -90,6 +90,8 @@ class BankSpec:
         group: process group whose ranks hold the other shards, if this rank's shard consists of parameters of the graph
         in_parts: positions of tensors that a slot holds without this rank's experts. Kernels read these experts in the
             shard, and all others in the slot (see `slot_layout`)
+        fp8: positions of matrices [experts, rows, columns] that a slot holds in FP8: values in e4m3, and fp32 scales of
+            their blocks (see `slot_layout`)
         one_by_one: positions of tensors whose shard is one parameter [...] per expert. All other tensors are one
             parameter [experts of the rank, ...], unless a recipe computes them
         recipes: how tensors are computed from parameters. Parameters that only recipes read follow all others
@@ -106,6 +108,7 @@ class BankSpec:
     expert_bounds: tuple[int, ...] = ()
     group: str = ""
     in_parts: tuple[int, ...] = ()
+    fp8: tuple[int, ...] = ()
     one_by_one: tuple[int, ...] = ()
     recipes: tuple[WeightRecipe, ...] = ()
     stored: tuple[TensorSpec, ...] = ()

@@ -92,6 +92,7 @@ class PassContext:
         capture: facts about the capture, used only in reasons of refusals
         leave: names of blocks of expert parallelism that the ranks do not all treat alike, with the reason for each
         runs_by_expert: expert segments are lowered expert by expert, or to our own grouped GEMM kernels, if possible
+        multiplies_in_fp8: experts multiply in FP8, in kernels of our own
         chunk_tokens: token-wise operations process at most this many tokens at a time; None for all at once
         chooses_chunks: each run chooses its chunks by its sizes, within the memory budget of `placed`
     """
@@ -106,6 +107,7 @@ class PassContext:
     capture: CaptureNotes = NO_NOTES
     leave: Mapping[str, str] = dataclasses.field(default_factory=dict)
     runs_by_expert: bool = False
+    multiplies_in_fp8: bool = False
     chunk_tokens: int | None = None
     chooses_chunks: bool = False
 

@@ -112,7 +112,11 @@ class Lowering:
     @property
     def reads_by_expert(self) -> bool:
         """True if the segment reads each expert's weights separately, so that a bank can be read in parts."""
-        return (self.experts if self.chunk_tokens is not None else self.how) in BY_EXPERT
+        return self.is_by(*BY_EXPERT)
+
+    def is_by(self, *lowerings: str) -> bool:
+        """Return whether the segment's experts, or without chunks the segment, run by one of `lowerings`."""
+        return (self.experts if self.chunk_tokens is not None else self.how) in lowerings
 
 
 @dataclasses.dataclass(frozen=True)

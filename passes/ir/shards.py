@@ -4,7 +4,8 @@
     shard of rank r    the same layout for this rank's experts: every tensor [b[r + 1] - b[r], ...]
     pieces of rank r   byte ranges to copy from its shard into a buffer with the layout of the complete bank
     slot               the complete bank, but tensors in `BankSpec.in_parts` lack the experts of the slot's own rank.
-                       All ranks share one layout, so these tensors are as large as on the rank with the fewest experts
+                       All ranks share one layout, so these tensors are as large as on the rank with the fewest experts.
+                       Tensors in `BankSpec.fp8` are values in e4m3, and after all tensors of the bank come their scales
 
 Experts are the first dimension, so a shard's part of a tensor is one contiguous range in both layouts.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -23,6 +24,8 @@ from moepass.passes.ir.plan import BankSpec, TensorSpec, dtype_name
 
 # Tensors in a bank start at multiples of this, the largest alignment of vector loads and grouped GEMM kernels.
 ALIGNMENT_BYTES = 256
+# Rows and columns of a matrix that share a scale in a slot of FP8 weights: the blocks of published checkpoints.
+FP8_BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +134,13 @@ def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
 
 
 def slot_layout(bank: BankSpec) -> ShardLayout:
-    """Return the layout of `bank` in a slot, with the shapes that the tensors have there.
+    """Return the layout of `bank` in a slot, with the shapes and dtypes that the tensors have there.
 
-    `bank` must list all of its tensors. Raises InputError like `expert_range`.
+    The scales of FP8 tensors follow all tensors: fp32 [experts, blocks of rows, blocks of columns]. `bank` must list
+    all of its tensors. Raises InputError like `expert_range`.
     """
+    if bank.fp8:
+        return pack_layout(itertools.chain(_values_in_fp8(bank), _scales_in_fp8(bank)))
     if not bank.in_parts:
         return ShardLayout(bank.format.slot_bytes, bank.tensors)
     fewest = min(len(expert_range(bank, rank)) for rank in range(max(1, len(bank.expert_bounds) - 1)))
@@ -142,6 +148,18 @@ def slot_layout(bank: BankSpec) -> ShardLayout:
         (tensor.name, (tensor.shape[0] - fewest * (position in bank.in_parts), *tensor.shape[1:]), tensor.torch_dtype)
         for position, tensor in enumerate(bank.tensors)
     )
+
+
+def _values_in_fp8(bank: BankSpec) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    for position, tensor in enumerate(bank.tensors):
+        yield tensor.name, tensor.shape, torch.float8_e4m3fn if position in bank.fp8 else tensor.torch_dtype
+
+
+def _scales_in_fp8(bank: BankSpec) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    for position in bank.fp8:
+        experts, *sizes = bank.tensors[position].shape
+        blocks = (-(-size // FP8_BLOCK) for size in sizes)
+        yield f"{bank.tensors[position].name} scales", (experts, *blocks), torch.float32
 
 
 def pieces_in_slot(bank: BankSpec, own: range, pieces: Iterable[Piece]) -> tuple[Piece, ...]:

@@ -29,7 +29,7 @@ ESTIMATED = "estimated: the values that Inductor writes to memory, by a model of
 @graph_pass()
 def activation_memory(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Count the bytes that are held during every operation."""
-    how = SegmentExecution(context.runs_by_expert, context.chunk_tokens)
+    how = SegmentExecution(context.runs_by_expert, context.chunk_tokens, context.multiplies_in_fp8)
     operations, returned = operations_of(module, how)
     all_peaks = tuple(ActivationPeak(str(peak.expression), peak.where) for peak in peaks(operations, returned))
     source = ESTIMATED if how.is_fused else COUNTED

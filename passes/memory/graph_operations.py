@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, module_path
 from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.ir.shards import FP8_BLOCK
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed, is_kernel
 from moepass.passes.memory.held_bytes import Operation, peaks
@@ -68,10 +69,12 @@ class SegmentExecution:
     Attributes:
         is_fused: segments run as Inductor code and kernels, not operator by operator
         chunk_tokens: regions run in chunks of at most this many tokens; None for all at once
+        multiplies_in_fp8: kernels of experts multiply copies of their rows in FP8
     """
 
     is_fused: bool
     chunk_tokens: int | None = None
+    multiplies_in_fp8: bool = False
 
 
 def operations_of(top: GraphModule, how: SegmentExecution) -> tuple[list[Operation], frozenset[int]]:
@@ -271,14 +274,23 @@ class _OperationWriter:
 
     def _kernels(self, program: ExpertProgram, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
         kernels = read_kernels(program)
-        stages = [] if kernels.before is None else [(kernels.before.inputs, kernels.before.outputs)]
-        stages += [(kernel.operands, kernel.outputs) for kernel in kernels.kernels]
-        for operands, outputs in stages:
+        stages: list[tuple[Sequence[Node], Sequence[Node], list[sympy.Expr]]]
+        stages = [] if kernels.before is None else [(kernels.before.inputs, kernels.before.outputs, [])]
+        for kernel in kernels.kernels:
+            copies = [_fp8_bytes(fake_value(kernel.operands[kernel.rows]))] if self.how.multiplies_in_fp8 else []
+            stages.append((kernel.operands, kernel.outputs, [nbytes.xreplace(dict(sizes)) for nbytes in copies]))
+        for operands, outputs, copies in stages:
             reads = _joined(shown.get(node, _NOTHING) for node in operands)
             made = [self._made(fake_value(node), sizes) for node in outputs]
             shown.update(zip(outputs, map(frozenset, made), strict=True))
-            self._add(outputs[-1], reads, _merged(made))
+            self._add(outputs[-1], reads, _merged(made), copies)
         return [shown[node] for node in program.outputs]
+
+
+def _fp8_bytes(rows: torch.Tensor) -> sympy.Expr:
+    """Return the bytes of `rows` [n, width] in e4m3, with an fp32 scale for each block of columns."""
+    count, width = (size_expression(size) for size in rows.shape)
+    return count * (width + 4 * sympy.ceiling(width / FP8_BLOCK))
 
 
 def _joined(shown: Iterable[Shown]) -> frozenset[int]:

@@ -13,6 +13,8 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from moepass.models.errors import InputError
 from moepass.models.formulas.stored_weights import BankSizes
 from moepass.models.homes import COLLECTIVE
@@ -120,6 +122,8 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
         return None
     if not streamed and len(plan.blocks) < len(placed.architecture.moe_layers):
         return None  # the graph is a part of the model, or blocks were not recognised
+    if any(bank.fp8 for bank in plan.banks):
+        return None  # the sizes of the model have one dtype for attention and experts
     counts = plan.sequence_counts(sizes)
     if counts is None:
         return None
@@ -244,14 +248,19 @@ def _timed_phases(
         return None, f"the graph's inputs do not determine its costs: {error}", 0.0
     if not plan.dtype:
         return None, "the graph has no GEMMs and no floating-point inputs, whose dtype would determine its speed", 0.0
+    expert_dtypes = {bank.index: short_dtype(torch.float8_e4m3fn) for bank in plan.banks if bank.fp8}
     try:
-        peak_flops_per_s(hardware, plan.dtype)
+        for dtype in (plan.dtype, *expert_dtypes.values()):
+            peak_flops_per_s(hardware, dtype)
     except InputError as error:
         return None, str(error), 0.0
     # A layer that is applied twice is two blocks with the same name, in the order in which they run.
     experts: dict[str, deque[_BlockWork]] = {}
     for block, (flops, moved, _) in zip(plan.blocks, of_blocks, strict=True):
-        experts.setdefault(block.name, deque()).append(_BlockWork(short_dtype(block.dtype), flops, moved))
+        dtype = short_dtype(block.dtype)
+        if block.bank is not None:
+            dtype = expert_dtypes.get(block.bank, dtype)
+        experts.setdefault(block.name, deque()).append(_BlockWork(dtype, flops, moved))
     timing = _WorkSeconds(hardware, short_dtype(plan.dtype))
     phases: list[LayerPhase] = []
     reading: list[tuple[int, _BlockWork | None]] = []

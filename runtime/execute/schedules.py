@@ -21,6 +21,7 @@ from moepass.runtime.banks.banks import find_bank
 from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.bound_graph import MODEL_IS_GONE, bind, living_ring
 from moepass.runtime.execute.run_findings import RunFindings
+from moepass.runtime.kernels.slot_tensors import check_fp8
 from moepass.runtime.lowering.boxed_code import run_by_list
 from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 from moepass.runtime.transfer.ring import Ring
@@ -130,6 +131,8 @@ class Schedules:
             )
             for planned, (_, spec) in zip(self.banks, stored, strict=True)
         }
+        for spec in specs.values():
+            check_fp8(spec)
         with self._lock:
             has_default_ring = self.default.ring is not None and self.default.ring() is ring
             if has_default_ring and list(specs.values()) == self.banks:

@@ -1,1 +1,1 @@
-"""Kernels for experts on GPUs (`grouped_gemm`), and decoders of encoded banks, on tensors. May import system."""
+"""Kernels for experts on GPUs (`grouped_gemm`), decoders of encoded banks, and rows in FP8. May import system."""

@@ -19,6 +19,8 @@ from moepass.models.layouts.layout import MatrixFormula, Role
 from moepass.models.layouts.weight_layout import Formula
 from moepass.passes.ir.plan import BankSpec, DecodedPart
 from moepass.runtime.kernels.cpu_decoder import can_decode, decode_floats_on_cpu, decode_on_cpu
+from moepass.runtime.kernels.fp8_rows import BlockScaledWeights
+from moepass.runtime.kernels.slot_tensors import copy_fp8, slot_tensors
 from moepass.runtime.kernels.stored_lines import DECODED_DTYPES
 
 logger = logging.getLogger("moepass")
@@ -38,9 +40,14 @@ def decode_bank(bank: BankSpec, encoded: torch.Tensor, slot: torch.Tensor) -> No
             f"bank {bank.name} rests as {bank.format.decoder!r}, and its plan does not say how to decode it"
         )
     with torch.no_grad():
+        tensors = dict(zip((tensor.name for tensor in bank.tensors), slot_tensors(bank, slot), strict=True))
         for part in bank.parts:
-            tensor = part.tensor.view(slot).narrow(part.dim, part.start, part.stop - part.start)
+            target = tensors[part.tensor.name]
             stored = {role: bank.stored[index].view(encoded) for role, index in part.stored}
+            if isinstance(target, BlockScaledWeights):
+                copy_fp8(part, stored, target)
+                continue
+            tensor = target.narrow(part.dim, part.start, part.stop - part.start)
             if part.formula is None:
                 tensor.copy_(stored[Role.VALUES])
             else:

@@ -10,18 +10,19 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.segments.expert_program import ExpertProgram, GroupedGemm, RowWork
+from moepass.runtime.kernels.fp8_rows import BlockScaledWeights
 
-# Weights [experts, in, out], cut into parts in order of experts.
-WeightParts = tuple[torch.Tensor, ...]
+# Weights [experts, in, out], cut into parts in order of experts, or in FP8.
+WeightParts = tuple[torch.Tensor, ...] | BlockScaledWeights
 
 
 class FixedValues:
     """Reads the fixed values of a program from the inputs of its segment.
 
     Weights and tables may be views of inputs, or single numbers computed from them. An input may come in parts: a tuple
-    of tensors [experts, ...] in order of experts. Such an input is only read as weights, through views that keep the
-    order of experts: see `passes/segments/bank_parts.py`. `read` has the nodes that `tables` returns if they are fixed;
-    by default all inputs of row work.
+    of tensors [experts, ...] in order of experts; or in FP8. Such an input is only read as weights, through views that
+    keep the order of experts: see `passes/segments/bank_parts.py` and `fp8_slots.py` there. `read` has the nodes that
+    `tables` returns if they are fixed; by default all inputs of row work.
     """
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, read: Collection[Node] | None = None) -> None:
@@ -43,7 +44,8 @@ class FixedValues:
         for node, (position, view) in self._weights.items():
             value = inputs[position]
             parts = value if isinstance(value, tuple) else (value,)
-            weights[node] = tuple(parts) if view is None else tuple(view(tensor)[0] for tensor in parts)
+            views = parts if view is None else tuple(view(tensor)[0] for tensor in parts)
+            weights[node] = BlockScaledWeights(*views) if isinstance(value, BlockScaledWeights) else views
         return weights
 
     def tables(self, inputs: Sequence[Any]) -> dict[Node, torch.Tensor]:

@@ -16,8 +16,9 @@ import torch
 from moepass.models.errors import InputError
 from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import BankSpec, GatherSignature
-from moepass.passes.ir.shards import expert_range, pieces_in_slot, shard_layout, slot_layout
+from moepass.passes.ir.shards import expert_range, pieces_in_slot, shard_layout
 from moepass.runtime.kernels.decoders import decode_bank
+from moepass.runtime.kernels.slot_tensors import slot_tensors
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.transfer.copier import Copier, RingStatistics, Wait
@@ -32,7 +33,8 @@ from moepass.runtime.transfer.sources import MemorySource, Source
 POISON_BYTE = 0xFF
 
 _THIS_PROCESS = Home()
-# A tensor of a bank [experts, ...]. In parts: the experts of lower ranks, of this rank, and of higher ranks.
+# A tensor of a bank [experts, ...]. In parts: the experts of lower ranks, of this rank, and of higher ranks. In FP8:
+# `BlockScaledWeights`.
 BankTensor = torch.Tensor | tuple[torch.Tensor, ...]
 _REENTERED = (
     "another run of this model is under way in this thread: a custom operator, a hook or a signal handler called the "
@@ -270,7 +272,8 @@ class Ring:
     def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[BankTensor, ...]:
         """Wait until `slot` is full and return the tensors of `bank`, as views of the slot.
 
-        A tensor of a bank in parts is a tuple, in order of experts: views of the slot around a view of this shard.
+        A tensor of a bank in parts is a tuple, in order of experts: views of the slot around a view of this shard. A
+        tensor in FP8 is a `BlockScaledWeights`.
 
         Raises CopyError, or PeerError for a gather, if the copy failed.
         """
@@ -283,9 +286,9 @@ class Ring:
         return self._views[key]
 
     def _bank_tensors(self, bank: BankSpec, slot: torch.Tensor, sources: Sequence[Source]) -> tuple[BankTensor, ...]:
-        in_slot = [tensor.view(slot) for tensor in slot_layout(bank).tensors]
+        in_slot = slot_tensors(bank, slot)
         if not bank.in_parts:
-            return tuple(in_slot)
+            return in_slot
         rank = self.home.rank_of(bank)
         experts = expert_range(bank, rank)
         (shard,) = [source.memory for source in sources if isinstance(source, MemorySource) and not source.over_link]
@@ -293,6 +296,7 @@ class Ring:
 
         def parts(index: int) -> tuple[torch.Tensor, ...]:
             tensor = in_slot[index]
+            assert isinstance(tensor, torch.Tensor), "encoded banks do not come in parts"
             in_slot_experts = bank.tensors[index].shape[0] - len(experts)
             ranges = tensor[: experts.start], in_shard[index], tensor[experts.start : in_slot_experts]
             return tuple(experts_range for experts_range in ranges if len(experts_range))

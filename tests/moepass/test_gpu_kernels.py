@@ -17,10 +17,12 @@ from moepass.models.layouts.layout import MatrixFormula, Role
 from moepass.passes.ir.segment import TRITON
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
+from moepass.runtime.kernels.fp8_rows import BlockScaledWeights
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import candidate_sizes, tile_sizes
 from moepass.runtime.kernels.triton_decoder import decode_by_triton
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
+from tests.helpers.kernels.fp8_matrices import by_expert, in_blocks
 from tests.helpers.kernels.stored_matrices import DTYPES, assert_bits_of_torch, stored_matrices
 from tests.helpers.models.expert_segments import (
     ACTIVATIONS,
@@ -182,3 +184,20 @@ def test_families(no_grad: None, family: str) -> None:
         for segment in compilation.plan.segments
         if segment.lowering is not None
     }
+
+
+@pytest.mark.parametrize("sizes", [SIZES, dataclasses.replace(MANY, pairs=4096)])
+def test_experts_multiply_in_fp8(sizes: ExpertSizes) -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("kernels in FP8 are for compute capability 9.0 and higher")
+    inputs = expert_inputs(dataclasses.replace(sizes, dtype=torch.bfloat16), None if sizes is not SIZES else SHARES)
+    kernel = read_kernels(read_program(expert_segment("swiglu", "plain", inputs))).kernels[1]
+    weights = in_blocks(inputs.down)
+    rows = torch.randn(sizes.pairs, sizes.width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    on_device = BlockScaledWeights(*(tensor.to(DEVICE).transpose(1, 2) for tensor in weights))
+    operands = [rows.to(DEVICE) for _ in kernel.operands]
+    expected = by_expert(rows, weights, inputs.ends)
+    for tile in candidate_sizes(kernel, torch.cuda.get_device_capability()[0], weights.values.dtype):
+        (result,) = GeneratedGemm(kernel)(operands, on_device, inputs.ends.to(DEVICE), sizes.pairs, tile)
+        # The device divides rows by their scales less precisely, so a few numbers are rounded to a neighbour.
+        assert (result.cpu().double() - expected).norm() / expected.norm() < 5e-3

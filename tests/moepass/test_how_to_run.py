@@ -69,7 +69,7 @@ def test_nothing_is_offloaded_if_all_experts_fit() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "dtype", "words"),
-    [("dp_ep", "bf16", "moepass does not run dp_ep"), ("asyncep", "fp8", "moepass does not compute in fp8 yet")],
+    [("dp_ep", "bf16", "moepass does not run dp_ep"), ("asyncep", "fp8", "moepass computes only experts in fp8")],
 )
 def test_the_reason_replaces_code_that_cannot_run(chosen: str, dtype: str, words: str) -> None:
     assert how_to_run(_strategy(chosen), None, None, "", dtype, "cuda").startswith(words)

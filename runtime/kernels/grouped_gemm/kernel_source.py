@@ -9,6 +9,9 @@
                   that are adjacent in memory. Each tile makes a descriptor of its expert; with ONE_BANK one descriptor
                   serves all experts
     tables        rows of a table that experts choose, such as biases, are loaded once for each tile
+    fp8           with FP8_BLOCK, rows and weights are in e4m3, and both have a scale for each FP8_BLOCK elements of the
+                  inner dimension, weights also for each FP8_BLOCK columns. Each step multiplies FP8_BLOCK elements, and
+                  adds the product times its scales in float32 (DeepSeek-V3 technical report, section 3.3.2)
     rows of none  rows after those of the last expert get zeros as GEMM results, as in the loop on CPUs
 
 Tile sizes are constants that the caller chooses: one source serves all of them.
@@ -107,6 +110,8 @@ def kernel_source(kernel: GemmKernel) -> str:
 def kernel_parameters(kernel: GemmKernel) -> list[str]:
     """Return the names of the tensors, strides and sizes that the kernel takes before its constants."""
     names = ["weights", "weight_stride_inner", "weight_stride_column", "ends", "count"]
+    names += ["left_rows", "left_stride_row", "left_stride_inner", "left_scales", "left_scales_stride"]
+    names += ["weight_scales", *(f"weight_scales_stride_{dim}" for dim in ("expert", "inner", "column"))]
     for number, node in enumerate(kernel.operands):
         names += _with_strides(f"operand_{number}", fake_value(node).dim())
     for number in table_operands(kernel):
@@ -124,7 +129,7 @@ def varying_parameters(kernel: GemmKernel) -> list[str]:
 CONSTANTS = (
     *("EXPERTS", "EXPERT_LANES", "INNER", "COLUMNS", "WIDTH", "PRODUCT_TYPE", "PRECISION", "ALIGNMENT"),
     *("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_INNER", "GROUP", "WEIGHT_DESCRIPTOR", "ROW_DESCRIPTOR"),
-    "ONE_BANK",
+    *("ONE_BANK", "FP8_BLOCK"),
 )
 # Values of WEIGHT_DESCRIPTOR: plain pointers, or descriptors of weights whose inner elements or columns are contiguous.
 POINTERS, INNER_CONTIGUOUS, COLUMNS_CONTIGUOUS = range(3)
@@ -161,15 +166,16 @@ def _chosen_rows(numbers: int, rows: str) -> str:
 
 def _products(kernel: GemmKernel) -> Iterator[str]:
     """Yield the loop over the inner dimension: one product per group of columns, see `column_groups`."""
-    dtype = fake_value(kernel.gemm.node).dtype
     source = "row" if kernel.row_numbers is None else _chosen_rows(kernel.row_numbers, f"operand_{kernel.rows}_rows")
     products = column_groups(kernel)
     yield f"left_row = {source}"
-    yield f"left = operand_{kernel.rows} + left_row[:, None] * operand_{kernel.rows}_stride_0"
-    yield f"left += inner[None, :] * operand_{kernel.rows}_stride_1"
+    yield "left = left_rows + left_row[:, None] * left_stride_row + inner[None, :] * left_stride_inner"
+    yield "if FP8_BLOCK:"
+    yield "    scales_of_rows = left_scales + left_row * left_scales_stride"
+    yield "    scales_of_expert = weight_scales + expert.to(tl.int64) * weight_scales_stride_expert"
     # Rows without an expert are not multiplied: the loop has no steps for them.
     yield "address = tl.load(weights + tl.minimum(expert, EXPERTS - 1))"
-    yield f"base = tl.multiple_of(address.to(tl.pointer_type({triton_type(dtype)})), ALIGNMENT)"
+    yield f"base = tl.multiple_of(address.to({_weight_pointer(kernel)}), ALIGNMENT)"
     for number, group in enumerate(products):
         wide = len(group) == 2
         if wide:
@@ -195,7 +201,7 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
     yield "    is_whole: tl.constexpr = INNER % BLOCK_INNER == 0"
     yield "    are_whole: tl.constexpr = is_whole and WIDTH % BLOCK_COLUMNS == 0"
     plain = "tl.load(left) if is_whole else tl.load(left, mask=is_inner[None, :], other=0.0)"
-    advance = f"left += BLOCK_INNER * operand_{kernel.rows}_stride_1"
+    advance = "left += BLOCK_INNER * left_stride_inner"
     if kernel.row_numbers is None:
         yield "    if ROW_DESCRIPTOR:"
         yield "        left_tile = rows.load([begin + row_tile * BLOCK_ROWS, step * BLOCK_INNER])"
@@ -216,7 +222,14 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
         yield f"            right_tile = tl.load(right_{number}, mask={mask}, other=0.0)"
         yield f"        right_{number} += BLOCK_INNER * weight_stride_inner"
         product = "left_tile.to(PRODUCT_TYPE), right_tile.to(PRODUCT_TYPE)"
-        yield f"    sum_{number} = tl.dot({product}, sum_{number}, input_precision=PRECISION)"
+        yield "    if FP8_BLOCK:"
+        yield "        row_scale = tl.load(scales_of_rows + step)[:, None]"
+        yield f"        block = scales_of_expert + column_{number} // FP8_BLOCK * weight_scales_stride_column"
+        yield "        block += step * weight_scales_stride_inner"
+        yield f"        column_scale = tl.load(block, mask=is_column_{number}, other=0.0)"
+        yield f"        sum_{number} += tl.dot({product}) * row_scale * column_scale[None, :]"
+        yield "    else:"
+        yield f"        sum_{number} = tl.dot({product}, sum_{number}, input_precision=PRECISION)"
     for number, group in enumerate(products):
         if len(group) == 2:
             pair = f"tl.reshape(sum_{number}, (BLOCK_ROWS, BLOCK_COLUMNS, 2))"
@@ -227,16 +240,20 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
 
 def _descriptors(kernel: GemmKernel) -> Iterator[str]:
     """Yield the descriptors that all tiles share: of the rows, and of weights that are adjacent in memory."""
-    dtype = fake_value(kernel.gemm.node).dtype
     yield "if ONE_BANK:"
-    yield f"    bank = tl.multiple_of(tl.load(weights).to(tl.pointer_type({triton_type(dtype)})), ALIGNMENT)"
+    yield f"    bank = tl.multiple_of(tl.load(weights).to({_weight_pointer(kernel)}), ALIGNMENT)"
     for width in sorted({len(group) for group in column_groups(kernel)}):
         yield from (f"    {line}" for line in _descriptor(width, "bank", "EXPERTS"))
     if kernel.row_numbers is None:
-        table = f"operand_{kernel.rows}"
         yield "if ROW_DESCRIPTOR:"
-        described = f"{table}, [count, INNER], [{table}_stride_0, 1], [BLOCK_ROWS, BLOCK_INNER]"
+        described = "left_rows, [count, INNER], [left_stride_row, 1], [BLOCK_ROWS, BLOCK_INNER]"
         yield f"    rows = tl.make_tensor_descriptor({described})"
+
+
+def _weight_pointer(kernel: GemmKernel) -> str:
+    """Return the type of a pointer to weights."""
+    dtype = triton_type(fake_value(kernel.gemm.node).dtype)
+    return f"tl.pointer_type(tl.float8e4nv if FP8_BLOCK else {dtype})"
 
 
 def _descriptor(width: int, base: str, experts: str) -> Iterator[str]:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ir.shards import FP8_BLOCK
 from moepass.passes.segments.expert_kernels import GemmKernel
+from moepass.runtime.kernels.fp8_rows import BlockScaledWeights, ScaledRows, quantize_rows
 from moepass.runtime.kernels.grouped_gemm.kernel_source import (
     COLUMNS_CONTIGUOUS,
     INNER_CONTIGUOUS,
@@ -65,27 +67,33 @@ class GeneratedGemm:
     def __call__(
         self,
         operands: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | BlockScaledWeights,
         ends: torch.Tensor,
         rows: int,
         sizes: TileSizes | None = None,
     ) -> list[torch.Tensor]:
         """Return the outputs [rows, ...] for operands in the kernel's order.
 
-        `weights` are ranges of experts, [experts, in, out] each, of one layout and in order of experts. `ends`
-        [experts] int32 has the index after the last row of each expert.
+        `weights` are ranges of experts, [experts, in, out] each, of one layout and in order of experts; or weights in
+        FP8, and then the rows are multiplied in FP8 too. `ends` [experts] int32 has the index after the last row of
+        each expert.
         """
         described = map(fake_value, self.kernel.outputs)
         outputs = [torch.empty((rows, *it.shape[1:]), dtype=it.dtype, device=ends.device) for it in described]
+        scales, scaled_rows = None, None
+        if isinstance(weights, BlockScaledWeights):
+            scales, weights = weights.scales, (weights.values,)
 
         def run(sizes: TileSizes) -> None:
-            launch = self.launch(operands, weights, ends, outputs, sizes)
+            launch = self.launch(operands, weights, ends, outputs, sizes, scales, scaled_rows)
             programs = min(launch.most_tiles, _programs(ends.device) * sizes.blocks)
             # Runs in a copy of the context, so that the allocator of the calling program stays unchanged.
             contextvars.copy_context().run(self._start, launch, programs, sizes)
 
         if rows:
             with _current(ends.device):
+                if scales is not None:
+                    scaled_rows = quantize_rows(operands[self.kernel.rows])
                 run(sizes or self._fastest(weights, rows, len(ends), run))
         return outputs
 
@@ -147,11 +155,23 @@ class GeneratedGemm:
         ends: torch.Tensor,
         outputs: Sequence[torch.Tensor],
         sizes: TileSizes,
+        scales: torch.Tensor | None = None,
+        scaled_rows: ScaledRows | None = None,
     ) -> Launch:
-        """Return the arguments of a launch that writes `outputs`."""
+        """Return the arguments of a launch that writes `outputs`.
+
+        With weights in FP8, `scales` are those of the weights, and `scaled_rows` the rows that are multiplied.
+        """
         rows, experts = len(outputs[0]), len(ends)
         # Kernels read contiguous `ends`; models may also pass a column of a table of beginnings and ends.
         arguments: list[Any] = [expert_addresses(weights), *weights[0].stride()[1:], ends.contiguous(), rows]
+        if scales is None or scaled_rows is None:
+            left = operands[self.kernel.rows]
+            arguments += [left, *left.stride(), None, 0, None, 0, 0, 0]
+        else:
+            left = scaled_rows.values
+            arguments += [left, *left.stride(), scaled_rows.scales, scaled_rows.scales.stride(0)]
+            arguments += [scales, *scales.stride()]
         for tensor in operands:
             arguments += [tensor, *tensor.stride()]
         arguments += [len(operands[number]) for number in self._tables]
@@ -172,7 +192,8 @@ class GeneratedGemm:
             "GROUP": sizes.group,
             "WEIGHT_DESCRIPTOR": self._weight_descriptor(weights) if sizes.descriptors else POINTERS,
             "ONE_BANK": sizes.descriptors and self._lie_in_one_bank(weights, sizes),
-            "ROW_DESCRIPTOR": sizes.descriptors and self._has_row_descriptor(operands[self.kernel.rows]),
+            "ROW_DESCRIPTOR": sizes.descriptors and self._has_row_descriptor(left),
+            "FP8_BLOCK": 0 if scales is None else FP8_BLOCK,
         }
         column_tiles = -(-self.kernel.width // sizes.columns)
         return Launch(arguments, constants, (-(-rows // sizes.rows) + experts) * column_tiles)
@@ -250,8 +271,10 @@ def _alignment(weights: Sequence[torch.Tensor]) -> int:
 def _product_type(weights: torch.Tensor) -> Any:
     import triton.language as tl
 
-    if weights.device.type == "cpu" and weights.dtype == torch.bfloat16:
-        return tl.float32  # the interpreter multiplies the bits of bfloat16 as integers; in float32 products are exact
+    if weights.device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        return tl.float32  # the interpreter multiplies the bits of these types as integers; in float32, exactly
+    if weights.dtype == torch.float8_e4m3fn:
+        return tl.float8e4nv
     return getattr(tl, triton_type(weights.dtype).removeprefix("tl."))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ir.shards import FP8_BLOCK
 from moepass.passes.segments.expert_kernels import ONE_COLUMN, ONE_ROW, Accumulated, GemmKernel, Loaded
 from moepass.runtime.kernels.grouped_gemm.kernel_source import chosen_once
 
@@ -99,6 +100,19 @@ _SIZES: dict[tuple[int, int], tuple[_SizesFrom, ...]] = {
     ),
     (8, 4): (_same(32, TileSizes(64, 64, 32, 4, 3, registers=255)), _FEW_FLOAT32_ROWS),
     (9, 4): (_same(32, TileSizes(64, 64, 32, 4, 3, registers=255)), _FEW_FLOAT32_ROWS),
+    # In FP8 a step multiplies 128 elements, which share a scale; the result of a step takes registers beside the sums.
+    (9, 1): (
+        _SizesFrom(
+            64,
+            single=TileSizes(128, 128, FP8_BLOCK, 8, 3, descriptors=True),
+            double=TileSizes(128, 64, FP8_BLOCK, 8, 3, descriptors=True),
+        ),
+        _same(0, TileSizes(16, 64, FP8_BLOCK, 4, 3)),
+    ),
+    (10, 1): (
+        _same(64, TileSizes(128, 64, FP8_BLOCK, 8, 3)),
+        _same(0, TileSizes(16, 64, FP8_BLOCK, 4, 3)),
+    ),
     (10, 4): (_same(32, TileSizes(64, 32, 32, 4, 3, registers=255)), _FEW_FLOAT32_ROWS),
 }
 # Shared memory of a block, by compute capability. CUDA C++ programming guide, "technical specifications per compute
@@ -137,6 +151,9 @@ def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> 
     most_bytes = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
     for sizes in all_tile_sizes(kernel, capability, dtype):
         candidates[sizes] = None
+        if dtype.itemsize == 1:
+            candidates[dataclasses.replace(sizes, stages=sizes.stages + 1)] = None
+            continue
         if sizes.rows < 64:
             # Without this limit the compiler spills on sm_90 to run more tiles at a time, if weights have biases and no
             # number of tiles fits their width (gpt-oss-120b).

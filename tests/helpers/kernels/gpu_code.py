@@ -16,8 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ir.shards import FP8_BLOCK
 from moepass.passes.segments.expert_kernels import GemmKernel, read_kernels
 from moepass.passes.segments.expert_program import read_program
+from moepass.runtime.kernels.fp8_rows import ScaledRows
 from moepass.runtime.kernels.grouped_gemm.kernel_source import varying_parameters
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm, Launch
 from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
@@ -92,21 +94,34 @@ class CompiledKernel(NamedTuple):
 
 
 def compile_segment(
-    segment: GraphModule, capability: int, sizes: Callable[[GemmKernel, int, torch.dtype], Sequence[TileSizes]]
+    segment: GraphModule,
+    capability: int,
+    sizes: Callable[[GemmKernel, int, torch.dtype], Sequence[TileSizes]],
+    in_fp8: bool = False,
 ) -> Iterator[CompiledKernel]:
     """Yield all kernels of a segment of experts, compiled for each tile size.
 
     `sizes` returns the tile sizes for a kernel, the GPU's generation and a dtype. The segment's values are fake
-    tensors. Raises NotByExpertError for a segment without kernels.
+    tensors. With `in_fp8` the kernels multiply in FP8. Raises NotByExpertError for a segment without kernels.
     """
     program = read_program(segment)
     for kernel in read_kernels(program).kernels:
         gemm = GeneratedGemm(kernel)
         operands = [_on_meta(node) for node in kernel.operands]
         outputs = [_on_meta(node) for node in kernel.outputs]
-        weights = _on_meta(kernel.gemm.weights)
+        weights, scales, rows = _on_meta(kernel.gemm.weights), None, None
+        if in_fp8:
+            weights = weights.to(torch.float8_e4m3fn)
+            scales = torch.empty(
+                [len(weights), *(-(-size // FP8_BLOCK) for size in weights.mT.shape[1:])], device="meta"
+            ).mT
+            count, width = operands[kernel.rows].shape
+            rows = ScaledRows(
+                torch.empty(count, width, dtype=weights.dtype, device="meta"),
+                torch.empty(count, -(-width // FP8_BLOCK), device="meta"),
+            )
         for tile in sizes(kernel, capability // 10, weights.dtype):
-            launch = gemm.launch(operands, [weights], _on_meta(program.ends), outputs, tile)
+            launch = gemm.launch(operands, [weights], _on_meta(program.ends), outputs, tile, scales, rows)
             yield CompiledKernel(kernel, tile, compile_for(gemm, launch, tile, capability))
 
 
@@ -171,6 +186,8 @@ def compile_kernel(
 def _type_of(value: torch.Tensor | float) -> str:
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn:
+        return "*fp8e4nv"
     if isinstance(value, int):
         return "i32" if abs(value) < 1 << 31 else "i64"
     short = {"float": "fp", "bfloat": "bf", "int": "i", "uint": "u"}

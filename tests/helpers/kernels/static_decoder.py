@@ -1,6 +1,7 @@
-"""Compile the decoder of quantised matrices for GPUs, in a separate process, because tests interpret Triton.
+"""Compile the decoders of quantised matrices, and the quantiser of rows, for GPUs.
 
-Prints the resources of the kernel for several layouts and compute capabilities as JSON.
+This runs in a separate process, because tests interpret Triton. It prints the resources of the kernels, for several
+layouts and compute capabilities, as JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 
 from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
+from moepass.runtime.kernels.fp8_quantizer import quantize_tiles
+from moepass.runtime.kernels.fp8_rows import QUANTIZER_CONSTANTS, quantizer_arguments
 from moepass.runtime.kernels.stored_lines import stored_lines
 from moepass.runtime.kernels.triton_decoder import (
     FLOAT_OPTIONS,
@@ -63,6 +66,9 @@ def main() -> None:
             arguments = float_arguments(packed_formula, floats, target)
             format = "elf" if isinstance(packed_formula, ElfFormula) else "lossless"
             kernels.append((f"{format} {packed_formula.number}", decode_float_tiles, arguments, FLOAT_OPTIONS))
+        rows = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
+        scaled = torch.empty_like(rows, dtype=float8), torch.empty(ROWS, COLUMNS // 128)
+        kernels.append(("rows to fp8", quantize_tiles, (quantizer_arguments(rows, *scaled), QUANTIZER_CONSTANTS), {}))
     codes = []
     for name, kernel, arguments, options in kernels:
         for capability in (80, 90, 100):

@@ -1,7 +1,7 @@
 """Compile the kernels of one segment for GPUs, in a separate process, because tests interpret Triton.
 
     python -m tests.helpers.kernels.static_kernels '{"activation": ..., "form": ..., "dtype": ...,
-        "capabilities": [90], "turned": false, "tiles": "all", "geometry": "qwen3-30b-a3b"}'
+        "capabilities": [90], "turned": false, "tiles": "all", "geometry": "qwen3-30b-a3b", "in_fp8": false}'
 
 prints a JSON list with one entry for each capability, kernel and tile size. `tiles` selects the sizes: "largest", "all"
 default sizes, the "candidates" of the tuner, or "few rows", the smallest candidates. `geometry` is a key of SIZES.
@@ -36,12 +36,19 @@ TILES = {
 
 
 def compiled_kernels(
-    activation: str, form: str, dtype: str, capabilities: Sequence[int], turned: bool, tiles: str, geometry: str
+    activation: str,
+    form: str,
+    dtype: str,
+    capabilities: Sequence[int],
+    turned: bool,
+    tiles: str,
+    geometry: str,
+    in_fp8: bool,
 ) -> Iterator[dict[str, Any]]:
     sizes = dataclasses.replace(SIZES[geometry], dtype=getattr(torch, dtype))
     segment = expert_segment(activation, form, expert_inputs(sizes, device="meta", turned=turned))
     for capability in capabilities:
-        for kernel, tile, code in compile_segment(segment, capability, TILES[tiles]):
+        for kernel, tile, code in compile_segment(segment, capability, TILES[tiles], in_fp8):
             yield {
                 "capability": capability,
                 "is_thin": min(fake_value(kernel.gemm.weights).shape[1:]) <= sizes.rank,

@@ -124,6 +124,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
         "hybrid_prefill",
         "cost",
         "bank_parts",
+        "fp8_slots",
         "predict",
     }
     assert result.refusals == result.plan.refusals

@@ -64,6 +64,7 @@ def test_the_kernels_compile_for_gpus_without_spills() -> None:
             "lossless fp32",
             "elf fp16",
             "elf fp32",
+            "rows to fp8",
         )
     }
     for code in codes:

@@ -48,13 +48,14 @@ def _compiled(
     turned: bool = False,
     tiles: str = "all",
     geometry: str = "qwen3-30b-a3b",
+    in_fp8: bool = False,
 ) -> list[dict[str, Any]]:
     request = {"activation": activation, "form": form, "dtype": dtype, "capabilities": capabilities}
     words = [
         sys.executable,
         "-m",
         "tests.helpers.kernels.static_kernels",
-        json.dumps({**request, "turned": turned, "tiles": tiles, "geometry": geometry}),
+        json.dumps({**request, "turned": turned, "tiles": tiles, "geometry": geometry, "in_fp8": in_fp8}),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
@@ -138,3 +139,20 @@ def test_candidates_for_few_rows_and_an_odd_width() -> None:
         ),
         "bfloat16",
     )
+
+
+# Instructions that multiply tiles of FP8.
+FP8_TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("geometry", "form"), [("qwen3-30b-a3b", "returned"), ("gpt-oss-120b", "biases")])
+def test_experts_in_fp8(geometry: str, form: str) -> None:
+    codes = _compiled("swiglu", form, "bfloat16", *FP8_TENSOR_CORES, tiles="candidates", geometry=geometry, in_fp8=True)
+    assert {code["capability"] for code in codes} == set(FP8_TENSOR_CORES)
+    for code in codes:
+        rows = code["tile"]["rows"]
+        assert code["spilled_bytes"] == 0, code
+        assert code["shared_bytes"] <= SHARED_BYTES[code["capability"]]
+        expected = FP8_TENSOR_CORES[code["capability"]] if rows >= 64 else "HMMA"
+        assert any(name.startswith(expected) for name in code["instructions"]), code

@@ -37,9 +37,9 @@ class RecordedGemm(GeneratedGemm):
         super().__init__(read_kernels(read_program(expert_segment("swiglu", "plain", inputs))).kernels[0])
         self.sizes: list[TileSizes] = []
 
-    def launch(self, operands, weights, ends, outputs, sizes):  # type: ignore[no-untyped-def]
+    def launch(self, operands, weights, ends, outputs, sizes, *scaled):  # type: ignore[no-untyped-def]
         self.sizes.append(sizes)
-        return super().launch(operands, weights, ends, outputs, sizes)
+        return super().launch(operands, weights, ends, outputs, sizes, *scaled)
 
     def run(self) -> torch.Tensor:
         (result,) = self([INPUTS.x, INPUTS.token], [INPUTS.up.mT], INPUTS.ends, SIZES.pairs)
