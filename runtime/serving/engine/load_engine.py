@@ -39,7 +39,7 @@ from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 from moepass.runtime.serving.engine.model_engine import ModelEngine
-from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.model_head import ModelHead, class_activation
 from moepass.runtime.serving.engine.padded_rows import PaddedRows, RowsBackbone
 from moepass.runtime.serving.engine.plain_outputs import Forward, PlainOutputs, check_outputs, plain_outputs, probe_trie
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
@@ -198,6 +198,7 @@ def make_engine(
         class_names=tuple(str(names[number]) for number in sorted(names)),
         notes=notes,
         full_step_tokens=full_step_tokens,
+        class_activation=class_activation(model.config),
     )
 
     def exposed_seconds() -> float:

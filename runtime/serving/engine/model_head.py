@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from moepass.models.errors import InputError, one_of
+from moepass.runtime.serving.requests.backend import ClassActivation
 
 HeadKind = Literal["tokens", "classes", "states"]
 
@@ -112,3 +113,12 @@ class _StandInBackbone(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["backbone"], name)
+
+
+def class_activation(config: PreTrainedConfig) -> ClassActivation:
+    """Return the function of class scores that transformers' text classification applies for this configuration."""
+    if config.problem_type == "regression":
+        return "identity"
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        return "sigmoid"
+    return "softmax"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.backend import ClassActivation
 from moepass.runtime.serving.requests.request import Request
 
 StepForm = Literal["trie", "rows"]
@@ -24,7 +25,8 @@ class EngineFacts:
     `form` "trie" computes shared prefixes once; "rows" computes every sequence as a padded row. A full step of
     `saturation_flops`, or of `full_step_tokens` that are each the first of their sequence, hides all transfers of
     experts. A step of `most_tokens` fits into memory, and the model limits a sequence to `max_sequence_tokens`.
-    `vector` is the kind of the vectors that `TokenPiece.vector` returns, None if the model has none. `notes` describe
+    `vector` is the kind of the vectors that `TokenPiece.vector` returns, None if the model has none; routes apply
+    `class_activation` to class scores. `notes` describe
     how the model runs, by name, for people.
     """
 
@@ -39,6 +41,7 @@ class EngineFacts:
     class_names: tuple[str, ...]
     notes: Mapping[str, str]
     full_step_tokens: int
+    class_activation: ClassActivation = "softmax"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
 from moepass.runtime.serving.requests.answer import Floats
+from moepass.runtime.serving.requests.backend import ClassActivation
 
 _RELEVANT = Question("predicate", "Is the document relevant to the query?", (Option("true"), Option("false")))
 
@@ -71,18 +72,30 @@ class PairTree:
         return [_relevance(answer.vector(sequence)) for sequence in self._sequences]
 
 
-def class_probabilities(scores: Floats) -> list[float]:
-    """Return the softmax of class scores, or the sigmoid of a single score, as reward models define it."""
-    # The sigmoid is the softmax with a second score of 0.
-    values = [float(value) for value in scores] if len(scores) > 1 else [float(scores[0]), 0.0]
+def class_values(scores: Floats, activation: ClassActivation) -> list[float]:
+    """Return the outputs of a classifier for its class scores, as transformers' pipeline does.
+
+    These are probabilities of classes that exclude each other (`softmax`), probabilities of independent classes
+    (`sigmoid`), or the scores themselves (`identity`), for regression.
+    """
+    values = [float(value) for value in scores]
+    if activation == "identity":
+        return values
+    if activation == "sigmoid":
+        # The sigmoid is the softmax with a second score of 0.
+        return [_softmax([value, 0.0])[0] for value in values]
+    return _softmax(values)
+
+
+def _softmax(values: Sequence[float]) -> list[float]:
     highest = max(values)
     weights = [math.exp(value - highest) for value in values]
     total = math.fsum(weights)
-    return [weight / total for weight in weights][: len(scores)]
+    return [weight / total for weight in weights]
 
 
 def _relevance(scores: Floats) -> float:
     if len(scores) > 2:
         problem = f"this model has {len(scores)} classes, but a model that compares texts has 1 or 2; use a reranker"
         raise InputError(problem, name="model", value=len(scores), expected="1 or 2")
-    return class_probabilities(scores)[-1]
+    return class_values(scores, "sigmoid" if len(scores) == 1 else "softmax")[-1]

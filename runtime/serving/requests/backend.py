@@ -15,6 +15,8 @@ from moepass.runtime.serving.requests.view import BackendView
 
 ServingState = Literal["starting", "ready", "draining", "no rank"]
 VectorKind = Literal["class scores", "embedding"]
+# The function that turns class scores into the values that routes return.
+ClassActivation = Literal["softmax", "sigmoid", "identity"]
 
 
 class QueueFullError(MoepassError):
@@ -82,6 +84,7 @@ class BackendStatus:
         state: "ready" if requests are answered; otherwise they raise NotServingError.
         predicts_tokens: the head returns next-token probabilities, which `TokenRead` and `is_scored` need.
         vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
+        class_activation: function of class scores whose values routes return.
         details: descriptions for people, such as how the model runs.
         metrics: sums since the start, by name.
     """
@@ -92,6 +95,7 @@ class BackendStatus:
     predicts_tokens: bool = True
     vector: VectorKind | None = None
     class_names: tuple[str, ...] = ()
+    class_activation: ClassActivation = "softmax"
     details: Mapping[str, object] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

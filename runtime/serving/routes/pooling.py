@@ -14,7 +14,7 @@ import numpy as np
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.labels import LabelReads, ask_labels, encode_labels
-from moepass.runtime.serving.questions.relevance import class_probabilities
+from moepass.runtime.serving.questions.relevance import class_values
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
@@ -231,7 +231,7 @@ async def _class_scores(
     status, writer = call.service.backend.status(), call.writer
     if status.vector == "class scores":
         vectors = await _vectors(call, name, prompts)
-        return [scores.tolist() if is_raw else class_probabilities(scores) for scores in vectors]
+        return [scores.tolist() if is_raw else class_values(scores, status.class_activation) for scores in vectors]
     if not writer.prompt.labels:
         raise InputError(
             "this model has no classification head, and its prompt.json has no labels; ask /v1/decisions, which takes "

@@ -224,7 +224,8 @@ class Frontend:
         if facts is None:
             return BackendStatus(state, 0, 0, predicts_tokens=False, metrics=metrics)
         abilities = (facts.max_sequence_tokens, facts.vocabulary_size, facts.predicts_tokens, facts.vector)
-        return BackendStatus(state, *abilities, facts.class_names, dict(facts.notes), metrics)
+        classes = (facts.class_names, facts.class_activation)
+        return BackendStatus(state, *abilities, *classes, dict(facts.notes), metrics)
 
     async def view(self) -> BackendView:
         """Return the state of the ranks and the histograms, as `Backend.view` specifies."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from moepass.runtime.serving.engine.model_head import class_activation
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, ScoredTokens, Usage
 from moepass.runtime.serving.requests.backend import BackendStatus, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece
@@ -53,6 +54,7 @@ class ReferenceBackend:
             predicts_tokens=not is_classifier,
             vector="class scores" if is_classifier else "embedding",
             class_names=self.class_names,
+            class_activation=class_activation(config),
             details={"attention": "eager"},
             metrics={"requests": float(len(self.requests))},
         )

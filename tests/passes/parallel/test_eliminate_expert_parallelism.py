@@ -97,6 +97,7 @@ def _check_local(
         torch.testing.assert_close(output, reference, rtol=rtol, atol=atol)
 
 
+@pytest.mark.sampled(every=5)  # the fast tests run every form on ranks, see tests/runtime/execute/test_adoption.py
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_every_form_becomes_local(form: str) -> None:
     _check_form(form, "one layer", torch.float32, True, "eager")

@@ -21,10 +21,9 @@ from tests.helpers.project_styles.style_layers import (
 )
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
-# One style of each kind, in the fast tests: exchanged weights, converted weights, low rank, halves that overlap, padded
-# rows, and exchanged ids. Fast tests on real ranks (`runtime/execute/test_project_style_ranks`) have slots, exact
-# sizes, gathered tokens and two hops.
-KINDS = ("megatron", "flat weights", "low rank", "overlapped halves", "padded by table", "global ids", "local ids")
+# Styles in the fast tests: exchanged weights and exchanged ids. Fast tests on real ranks (`test_adoption` and
+# `test_project_style_ranks` in `runtime/execute`) have slots, exact sizes and gathered tokens.
+KINDS = ("flat weights", "global ids", "local ids")
 
 
 def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequence[int]]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 import torch
+from transformers import TextClassificationPipeline
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
+from tests.helpers.serving.byte_checkpoint import classifier
 from tests.helpers.serving.plain_scores import label_probabilities
 from tests.helpers.serving.served import Served, served
 
@@ -71,6 +74,36 @@ def test_texts_are_classified(classes: Served, path: str) -> None:
         assert entry["probs"] == pytest.approx(expected.tolist(), abs=1e-4)
         assert entry["label"] == ("bad", "good", "neither")[int(expected.argmax())]
         assert entry["num_classes"] == 3
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "classes"),
+    [
+        ("multi_label_classification", 3),
+        ("multi_label_classification", 1),
+        ("single_label_classification", 3),
+        ("regression", 1),
+        ("regression", 3),
+        (None, 1),
+        (None, 2),
+    ],
+)
+def test_classes_are_those_of_the_pipeline_of_transformers(
+    problem_type: str | None, classes: int, checkpoint: Path
+) -> None:
+    model, names = classifier(classes), tuple(f"LABEL_{number}" for number in range(classes))
+    model.config.problem_type = problem_type
+    with served(checkpoint, model=model, class_names=names) as running:
+        pipeline = TextClassificationPipeline(model=model, tokenizer=running.writer.tokenizer)
+        expected = {entry["label"]: entry["score"] for entry in pipeline(TEXTS[0], top_k=None)}
+        values = [expected[name] for name in names]
+        (classified,) = running.post("/classify", {"input": TEXTS[0]})["data"]
+        assert classified["probs"] == pytest.approx(values, abs=1e-5)
+        assert classified["label"] == max(expected, key=expected.__getitem__)
+        (pooled,) = running.post("/pooling", {"input": TEXTS[0]})["data"]
+        assert pooled["data"] == pytest.approx(values, abs=1e-5)
+        for entry in running.post("/predict", {"inputs": TEXTS[0]}):
+            assert entry["score"] == pytest.approx(expected[entry["label"]], abs=1e-5)
 
 
 @pytest.mark.slow
