@@ -190,8 +190,8 @@ def offload_experts(
     Raises:
         OptionError: an unknown home, fewer than 1 slot, a wrong number of bytes, layers or tokens, or a memory budget
             together with resident layers.
-        InputError: the model has no experts, or all of them would stay; the device is missing, or cannot compute from
-            that home; the budget is too small; the profile lacks a link or a rate; there is no process group; home
+        InputError: the model has no experts, they are on the meta device, or all of them would stay; the device is
+            missing, or cannot compute from that home; the budget is too small; the profile lacks a link or a rate; there is no process group; home
             `disk` needs a folder, or disk space. The model is unchanged.
         PeerError: ranks are missing, or have different models or options. The model is unchanged, unless a rank is lost
             after all have agreed. Ranks that got out of step cannot use their group again.
@@ -201,6 +201,8 @@ def offload_experts(
     residents = Residents(resident_bytes, resident_layers)
     planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
     compute_device = resolve_device(model, device)
+    if device is None or compute_device.type != "meta":
+        _check_values(model)
     packer = make_packer(options, compute_device)
     meeting = packer.group.rendezvous if isinstance(packer, PeerPacker) else None
     with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
@@ -208,6 +210,24 @@ def offload_experts(
     if meeting is not None:
         deque(agree(meeting, _PLAN, placement.topics), maxlen=0)
     return move_experts(model, options, packer, compute_device, planning, placement)
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raise InputError if experts are on the meta device: they have no values."""
+    without = [
+        f"{path}.{name}" if path else name
+        for path, module in find_expert_modules(model).items()
+        for name, value in expert_parameters(module).items()
+        if value.is_meta
+    ]
+    if without:
+        others = f" and {len(without) - 1} other parameters" if len(without) > 1 else ""
+        raise InputError(
+            f"{without[0]}{others} are on the meta device, so they have no values: accelerate's cpu_offload, "
+            "disk_offload and device_map leave parameters there; use moepass.load_pretrained (with home='disk' if the "
+            "experts exceed the memory), or load the model without device_map before offload_experts",
+            name=without[0],
+        )
 
 
 def move_experts(

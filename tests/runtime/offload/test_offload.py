@@ -8,13 +8,16 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
 
 import moepass
+from moepass.models.errors import InputError
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
@@ -465,3 +468,24 @@ def test_a_store_is_found_by_number_as_long_as_its_model_lives() -> None:
     gc.collect()
     with pytest.raises(KeyError):
         find_store(number)
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "device_map", "meta"])
+def test_experts_without_values_are_refused(way: str, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    if way == "cpu_offload":
+        accelerate.cpu_offload(model, torch.device("cpu"))
+    elif way == "disk_offload":
+        accelerate.disk_offload(model, tmp_path, torch.device("cpu"))
+    elif way == "device_map":
+        names = ["lm_head", *(f"model.{name}" for name in model.model._modules if name != "layers")]
+        places = {f"model.layers.{index}": "disk" if index else "cpu" for index in range(len(model.model.layers))}
+        device_map = {**dict.fromkeys(names, "cpu"), **places}
+        accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    else:
+        model.to("meta")
+    message = r"model\.layers\.\d\.mlp\.experts\.\w+ and \d+ other parameters are on the meta device.*load_pretrained"
+    with pytest.raises(InputError, match=message):
+        moepass.offload_experts(model)
+    with pytest.raises(InputError, match=message):
+        moepass.offload_experts(model, device="cpu")
