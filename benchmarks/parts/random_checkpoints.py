@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, for models of any size, in bf16 or in a published 4-bit form.
+"""Checkpoints with random weights, for models of any size, in bf16 or in a published quantised form.
 
 All tensors are slices of the same random numbers, and files are written past the kernel's page cache: in a virtual
 machine, filling that cache can cost several CPU seconds per GB.
@@ -23,8 +23,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from moepass.models.checkpoint.checkpoint_files import DTYPES
 from moepass.models.checkpoint.file_header import make_header
+from moepass.models.sizes.weight_formats import EXPERTS, WeightFormat
 
-INT4_GROUP, NVFP4_BLOCK = 32, 16
+INT4_GROUP, NVFP4_BLOCK, FP4_BLOCK, FP8_BLOCK = 32, 16, 32, 128
+_LEFT_OUT = ["lm_head", "self_attn", "mlp.gate"]
 # The quantization_config of each format.
 FORMATS: Mapping[str, dict[str, Any] | None] = {
     "bf16": None,
@@ -40,6 +42,23 @@ FORMATS: Mapping[str, dict[str, Any] | None] = {
         "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
     },
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*self_attn*", "*mlp.gate"]},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK], "modules_to_not_convert": _LEFT_OUT},
+    # The numbers of MXFP4, as DeepSeek-V4 stores them.
+    "fp4": {"quant_method": "fp8", "expert_dtype": "fp4", "scale_fmt": "ue8m0", "modules_to_not_convert": _LEFT_OUT},
+}
+
+
+def _stored(name: str, bits: float, rows: int, columns: int, scale_bytes: int) -> WeightFormat:
+    return WeightFormat(name, bits, rows, columns, scale_bytes, (EXPERTS,), "bf16")
+
+
+# Sizes of the experts of each format; None for bf16.
+SIZES: Mapping[str, WeightFormat | None] = {
+    "bf16": None,
+    "fp8": _stored("fp8", 8, FP8_BLOCK, FP8_BLOCK, 4),
+    "fp4": _stored("fp4", 4, 1, FP4_BLOCK, 1),
+    "nvfp4": _stored("nvfp4", 4, 1, NVFP4_BLOCK, 1),
+    "int4": _stored("int4", 4, 1, INT4_GROUP, 2),
 }
 POOL_BYTES = 64 << 20
 # Bytes that a checkpoint leaves free on the disk.
@@ -117,8 +136,15 @@ class _Numbers:
         generator = torch.Generator().manual_seed(0)
         self._weights = (torch.randn(POOL_BYTES // 2, generator=generator) / 32).bfloat16()
         self._codes = torch.randint(0, 256, (POOL_BYTES,), dtype=torch.uint8, generator=generator)
+        # Without the codes of NaN.
+        self._fp8 = torch.where(self._codes & 127 == 127, 0, self._codes).view(torch.float8_e4m3fn)
         scales = torch.rand(1 << 20, generator=generator)
-        self._scales = {"int4": (scales / 128).bfloat16(), "nvfp4": scales.to(torch.float8_e4m3fn)}
+        self._scales = {
+            "int4": (scales / 128).bfloat16(),
+            "nvfp4": scales.to(torch.float8_e4m3fn),
+            "fp8": scales / 4096,
+            "fp4": (scales / 64).to(torch.float8_e8m0fnu),
+        }
         self._taken = 0
 
     def stored(self, name: str, shape: tuple[int, ...], format: str) -> Iterator[tuple[str, RandomTensor]]:
@@ -143,6 +169,14 @@ class _Numbers:
             yield f"{key}_scale", self._random((rows, columns // NVFP4_BLOCK), self._scales[format])
             yield f"{key}_scale_2", RandomTensor((), torch.tensor([1 / 32]))
             yield key.removesuffix("weight") + "input_scale", RandomTensor((), torch.tensor([1.0]))
+        elif format == "fp8":
+            yield key, self._random((rows, columns), self._fp8)
+            blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+            yield f"{key}_scale_inv", self._random(blocks, self._scales[format])
+        elif format == "fp4":
+            yield key, self._random((rows, columns // 2), self._codes.view(torch.int8))
+            scale = key.removesuffix("weight") + "scale"
+            yield scale, self._random((rows, columns // FP4_BLOCK), self._scales[format])
         else:
             yield key, self._random((rows, columns), self._weights)
 

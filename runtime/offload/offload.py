@@ -191,8 +191,8 @@ def offload_experts(
         OptionError: an unknown home, fewer than 1 slot, a wrong number of bytes, layers or tokens, or a memory budget
             together with resident layers.
         InputError: the model has no experts, they are on the meta device, or all of them would stay; the device is
-            missing, or cannot compute from that home; the budget is too small; the profile lacks a link or a rate; there is no process group; home
-            `disk` needs a folder, or disk space. The model is unchanged.
+            missing, or cannot compute from that home; the budget is too small; the profile lacks a link or a rate;
+            there is no process group; home `disk` needs a folder, or disk space. The model is unchanged.
         PeerError: ranks are missing, or have different models or options. The model is unchanged, unless a rank is lost
             after all have agreed. Ranks that got out of step cannot use their group again.
         SharedMemoryError: ranks on this machine cannot share memory. The model is unchanged.
