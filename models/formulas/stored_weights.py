@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from moepass.models.formulas.layers import attention_matrices, expert_parameters, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
@@ -58,27 +58,28 @@ def dense_bytes(architecture: Architecture, dtype: str, stored: WeightFormat | N
     for layer, count in architecture.layer_counts.items():
         if layer.experts is not None:
             routed += count * layer.experts.count * expert_parameters(layer.experts, hidden)
-        for name, rows, columns in layer_matrices(layer, hidden):
-            if name in stored.parts and name != EXPERTS:
-                saved += count * (rows * columns * wide - stored.matrix_bytes(rows, columns))
+        for _, rows, columns in layer_matrices(layer, hidden, set(stored.parts) - {EXPERTS}):
+            saved += count * (rows * columns * wide - stored.matrix_bytes(rows, columns))
     return (model_parameters(architecture) - routed) * wide - saved
 
 
-def layer_matrices(layer: Layer, hidden: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (part, rows, columns) for each matrix of a layer that a quantisation format may quantise.
+def layer_matrices(layer: Layer, hidden: int, parts: Collection[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield (part, rows, columns) for each matrix of `parts` of a layer.
 
-    Of the routed experts, only one is yielded. Routers, embeddings and heads are not quantised. Raises InputError for
-    attention other than softmax attention.
+    Of the routed experts, only one is yielded. Raises InputError for attention other than softmax attention.
     """
-    for rows, columns in attention_matrices(layer.attention, hidden):
-        yield ATTENTION, rows, columns
+    if ATTENTION in parts:  # the matrices of other attention cannot be counted
+        for rows, columns in attention_matrices(layer.attention, hidden):
+            yield ATTENTION, rows, columns
+    matrices: list[tuple[str, int, int]] = []
     if layer.experts is None:
         assert layer.dense_width is not None
-        yield from _mlp_matrices(DENSE_MLP, hidden, layer.dense_width, True)
+        matrices += _mlp_matrices(DENSE_MLP, hidden, layer.dense_width, True)
     else:
-        yield from _expert_matrices(layer.experts, hidden)
+        matrices += _expert_matrices(layer.experts, hidden)
         if layer.experts.shared_width:
-            yield from _mlp_matrices(SHARED_EXPERTS, hidden, layer.experts.shared_width, layer.experts.gated)
+            matrices += _mlp_matrices(SHARED_EXPERTS, hidden, layer.experts.shared_width, layer.experts.gated)
+    yield from (matrix for matrix in matrices if matrix[0] in parts)
 
 
 def _expert_matrices(experts: Experts, hidden: int) -> Iterator[tuple[str, int, int]]:

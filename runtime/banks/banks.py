@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
@@ -148,6 +148,9 @@ class BankStore:
         self._owner = OwnerProcess()
         # The last bank that eager mode gathered: its key, its tensors and a sample of them.
         self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
+        # All tensors that eager code got and may still have, with their addresses and versions.
+        self._handed_out: list[tuple[TensorWeakRef, tuple[int, int]]] = []
+        self._was_written = False
         # The stream on which it was gathered. The allocator reuses its memory on that stream.
         self._eager_stream: torch.cuda.Stream | None = None
         self._has_warned_of_graph_breaks = False
@@ -221,6 +224,7 @@ class BankStore:
             if self.current_ring is None:
                 size = self.slot_bytes if slot_bytes is None else slot_bytes
                 self.current_ring = make_ring(self.ring_slots, size, self.device, self.link, home=self.home)
+                self.current_ring.before_run = weakref.WeakMethod(self._before_compiled_run)
             ring = self.current_ring
             # Banks may have been added since it was created, and this graph may need larger slots.
             ring.reserve(self.ring_slots, slot_bytes or 0, self.encoded_buffer_bytes)
@@ -254,7 +258,7 @@ class BankStore:
     def gather_now(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a complete bank on the compute device: the synchronous gather of eager mode.
 
-        Raises PeerError if a rank with a shard is gone, and InputError if tensors of the last call were written to.
+        Raises PeerError if a rank with a shard is gone, and InputError if tensors of earlier calls were written to.
         """
         self._owner.check()
         bank = self._banks[index]
@@ -264,12 +268,7 @@ class BankStore:
         is_other_stream = stream != self._eager_stream
         if stream is not None and self._eager_stream is not None and is_other_stream:
             stream.wait_stream(self._eager_stream)
-        if last is not None and not torch.equal(_sample(last[1]), last[2]):
-            self._eager = None
-            raise InputError(
-                "offloaded expert weights have been written to, perhaps by merging adapters; this changed a copy, and "
-                "not the bank that the model reads: change or merge weights before offload_experts"
-            )
+        self._refuse_writes()
         if last is not None and last[0] == key is not None and not is_other_stream:
             return last[1]
         self._warn_of_uncompiled_code(bank.spec.name)
@@ -278,11 +277,37 @@ class BankStore:
         with torch.inference_mode(False):  # calls with gradients use the cached tensors too
             tensors = bank.views(self.read(bank.spec, [shard], 0, bank.spec.format.slot_bytes))
         self._eager = (key, tensors, _sample(tensors))
+        self._handed_out += ((TensorWeakRef(tensor), _version(tensor)) for tensor in tensors)
         return tensors
 
     def forget_gathered(self) -> None:
-        """Clear the cache of eager mode, so that the next `gather_now` copies."""
+        """Clear the cache of eager mode, so that the next `gather_now` copies.
+
+        If its tensors were written to, the next `gather_now` or run of a compiled graph raises an error.
+        """
+        self._note_writes()
         self._eager, self._eager_stream = None, None
+
+    def _note_writes(self) -> None:
+        """Find writes to tensors that eager code got: by their versions and addresses, and in the cache by a sample."""
+        living = [(tensor, version) for reference, version in self._handed_out if (tensor := reference()) is not None]
+        is_written = any(_version(tensor) != version for tensor, version in living)
+        if is_written or (self._eager is not None and not torch.equal(_sample(self._eager[1]), self._eager[2])):
+            self._was_written, self._eager, living = True, None, []
+        self._handed_out = [(TensorWeakRef(tensor), version) for tensor, version in living]
+
+    def _refuse_writes(self) -> None:
+        self._note_writes()
+        if self._was_written:
+            self._was_written = False
+            raise InputError(
+                "offloaded expert weights have been written to, perhaps by merging adapters; this changed a copy, and "
+                "not the bank that the model reads: change or merge weights before offload_experts"
+            )
+
+    def _before_compiled_run(self) -> None:
+        self.forget_gathered()  # the compiled graph has no use for its memory
+        self._refuse_writes()
 
     def _warn_of_uncompiled_code(self, name: str) -> None:
         if not _is_called_by_compiled_model():
@@ -311,6 +336,11 @@ class BankStore:
 def _is_called_by_compiled_model() -> bool:
     """Return True in code that Dynamo skipped, and False in a call of a model that was not compiled."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return numbers of which one changes if torch writes to `tensor` or replaces its memory."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream | None:

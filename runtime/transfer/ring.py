@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 
@@ -103,6 +103,8 @@ class Ring:
     ) -> None:
         self.device, self.home = device, home
         self.debug = False
+        # Called before each run; it raises if the run must not begin.
+        self.before_run: Callable[[], Callable[[], None] | None] = lambda: None
         self._lock = NonReentrantLock(_REENTERED)
         self._is_quiet = True
         self._statistics = RingStatistics()
@@ -199,7 +201,9 @@ class Ring:
                 raise
 
     def begin_run(self, graph: Hashable, plan: GatherSignature) -> None:
-        """Begin a run of `graph` by `plan`. Raises the errors of `Home.check`."""
+        """Begin a run of `graph` by `plan`. Raises the errors of `before_run` and `Home.check`."""
+        if check := self.before_run():
+            check()
         self.home.check()
         self.home.transport.begin_run(plan)
         self._graph, self._used = graph, plan.slots

@@ -17,7 +17,7 @@ from moepass.models.formulas.stored_weights import bank_sizes, dense_bytes, laye
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.models.sizes.presets import preset
-from moepass.models.sizes.weight_formats import EXPERTS, WeightFormat
+from moepass.models.sizes.weight_formats import ATTENTION, DENSE_MLP, SHARED_EXPERTS, WeightFormat, packed_format
 from tests.helpers.graphs.tiny_configs import meta_model, tiny_config
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -105,9 +105,8 @@ def test_a_slot_holds_the_stored_bytes_where_kernels_compute_in_that_format() ->
 def test_the_matrices_of_a_layer_are_all_of_its_matrices(family: str) -> None:
     architecture = from_config(tiny_config(family))
     for layer in architecture.layer_counts:
-        listed = sum(
-            rows * columns for name, rows, columns in layer_matrices(layer, architecture.hidden) if name != EXPERTS
-        )
+        matrices = layer_matrices(layer, architecture.hidden, (ATTENTION, SHARED_EXPERTS, DENSE_MLP))
+        listed = sum(rows * columns for _, rows, columns in matrices)
         router = 0 if layer.experts is None else architecture.hidden * layer.experts.count
         router += layer.experts.count if layer.experts is not None and layer.experts.router_bias else 0
         routed = layer.experts.count * expert_parameters(layer.experts, architecture.hidden) if layer.experts else 0
@@ -119,7 +118,13 @@ def test_the_matrices_of_other_attention_are_not_known() -> None:
     architecture = from_config(tiny_config("jamba"))
     scans = [layer for layer in architecture.layers if layer.attention.kind == "state_space"]
     with pytest.raises(InputError, match="softmax"):
-        list(layer_matrices(scans[0], architecture.hidden))
+        list(layer_matrices(scans[0], architecture.hidden, (ATTENTION,)))
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
+def test_packed_experts_of_models_with_other_attention_are_counted(family: str) -> None:
+    architecture, packed = from_config(tiny_config(family)), packed_format("bf16")
+    assert dense_bytes(architecture, "bf16", packed) == dense_bytes(architecture, "bf16")
 
 
 def read(family: str, quantization: Any) -> tuple[WeightFormat | None, str]:
