@@ -105,6 +105,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python -m benchmarks.memory.hybrid_prefill
 	$(BIN)/python -m benchmarks.disk_home
 	$(BIN)/python -m benchmarks.formats
+	$(BIN)/python -m benchmarks.format_thresholds
 	$(BIN)/python -m benchmarks.hybrid
 	$(BIN)/python -m benchmarks.prediction
 	$(BIN)/python -m benchmarks.memory_budget

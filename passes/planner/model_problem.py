@@ -21,7 +21,14 @@ from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.planner_decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_seconds, layer_seconds
-from moepass.passes.machine.times import decode_seconds, fill_seconds, gather_seconds, link_seconds, peak_flops_per_s
+from moepass.passes.machine.times import (
+    decode_seconds,
+    fill_seconds,
+    gather_seconds,
+    link_seconds,
+    memory_seconds,
+    peak_flops_per_s,
+)
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import least_bank_bytes
@@ -242,7 +249,9 @@ def execution_with_copies(
     copying = fill_seconds(true, bank, home, transport)
     if on_host and transport == PULL:
         # A CPU makes one copy after the other; devices have a copy engine for each link.
-        copying = max(sum(link_seconds(true, bank.link_bytes, home)), decode_seconds(true, bank))
+        # A decoder that is slower than the memory leaves the computation a part of its bandwidth.
+        moving = memory_seconds(true, bank.link_bytes + bank.slot_bytes) if bank.is_encoded else 0.0
+        copying = max(sum(link_seconds(true, bank.link_bytes, home)), min(decode_seconds(true, bank), moving))
     copied_fraction = min(1.0, copying / filling) if filling else 0.0
     return ExecutionModel(
         copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_fraction,

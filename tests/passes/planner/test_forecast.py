@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.memory import bank_bytes, resident_bytes
+from moepass.models.formulas.stored_weights import BankSizes
 from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Sequences, head_seconds, layer_seconds
-from moepass.passes.machine.times import gather_seconds
+from moepass.passes.machine.seconds_table import table_of
+from moepass.passes.machine.times import decode_seconds, gather_seconds
 from moepass.passes.planner.forecast import (
     Forecast,
     crossover_tokens,
@@ -283,6 +285,14 @@ def test_a_profile_measured_on_a_cpu_has_a_host_that_computes_and_an_emulated_li
     rate = hardware.host.bytes_per_s.value * hardware.efficiency.bandwidth.value / 4
     waiting = streaming_execution(_setting(hardware=with_emulated_link(hardware, rate)), "host")
     assert waiting.copy_slowdown == pytest.approx(1.25, rel=0.01)
+    # So does a decoder that moves bytes at a quarter of the memory's rate.
+    bank = BankSizes(1 << 20, 1 << 20, 1 << 31)
+    at_memory_rate = decode_seconds(hardware, bank)
+    slow = table_of({"bytes": (1 << 30, 1 << 31)}, [2 * at_memory_rate, 4 * at_memory_rate], "user", "", [0.0, 0.0])
+    quick_link = with_emulated_link(dataclasses.replace(hardware, decode=slow), 1e15)
+    assert streaming_execution(_setting(hardware=quick_link), "host", bank).copy_slowdown == pytest.approx(
+        1.25, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
