@@ -58,15 +58,6 @@ class Options(msgspec.Struct, frozen=True):
             "these tokens.",
         ),
     ] = False
-    experts_compute: Annotated[
-        Literal["model", "fp8"],
-        option(
-            "The arithmetic of experts.",
-            details='`"model"`: the dtype of the model. `"fp8"`: experts that are stored as blocks of FP8 stay FP8 in '
-            "their slots and multiply in FP8, on GPUs of compute capability 9.0 and higher; the numbers differ "
-            "slightly ([below](#fp8-arithmetic)).",
-        ),
-    ] = "model"
     dump: Annotated[
         str | None,
         option(
@@ -86,6 +77,15 @@ class Options(msgspec.Struct, frozen=True):
             expected="a number of tokens from 1 on, 'auto' to fit the memory budget, or None for all tokens at once",
         ),
     ] = None
+    experts_compute: Annotated[
+        Literal["model", "fp8"],
+        option(
+            "The arithmetic of experts.",
+            details='`"model"`: the dtype of the model. `"fp8"`: experts that are stored as blocks of FP8 stay FP8 in '
+            "their slots and multiply in FP8, on GPUs of compute capability 9.0 and higher; the numbers differ "
+            "slightly ([below](#fp8-arithmetic)).",
+        ),
+    ] = "model"
     slots: Annotated[
         Count | None,
         option(
