@@ -38,11 +38,11 @@ from moepass.passes.planner.simulate import simulate_phases
 from moepass.passes.planner.strategies import Setting, resident_cost
 from moepass.runtime.calibrate.calibration import calibrate
 from moepass.runtime.calibrate.experiments import CPU_SIZES
+from moepass.runtime.calibrate.measure_compute import TORCH_DTYPES
 from moepass.runtime.offload.pack_checkpoint import pack_checkpoint
 
 RESIDENT, PLAIN, PACKED, SLOTS, SEQUENCE = "resident", "plain", "lossless", 2, 64
 QUANTISED = tuple(name for name in FORMATS if name != "bf16")
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LIMIT, STEP_LIMIT = 0.10, 1.05
 # Random attention makes all tokens alike and routes them to the same experts, so its output is scaled down.
 ATTENTION_SCALE = 0.02

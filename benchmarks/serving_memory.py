@@ -3,7 +3,7 @@
 The checkpoint has the sizes of qwen3-30b-a3b, random weights and the tokenizer of the demo. It is served by the command
 itself, which answers requests of different lengths.
 
-    expected    the checkpoint's files, and the ring. The files contain the dense weights
+    expected    experts as they are stored, dense weights in the model's dtype, and the ring
     peak        VmHWM of the rank, the process that computes: its largest resident set size, mapped files included
 """
 
@@ -29,14 +29,15 @@ import typer
 from benchmarks.common import print_table, verdict
 from benchmarks.parts.random_checkpoints import FORMATS, SIZES, write_random_checkpoint
 from moepass.models.demo import demo_folder
-from moepass.models.formulas.stored_weights import bank_sizes
+from moepass.models.formulas.stored_weights import bank_sizes, dense_bytes
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset_config
 from moepass.passes.ir.bank_format import ring_bytes
+from moepass.runtime.calibrate.measure_compute import TORCH_DTYPES
 
 PRESET, SLOTS, LIMIT = "qwen3-30b-a3b", 2, 1.15
 # Words of the requests.
-LENGTHS = (3, 40, 400)
+LENGTHS = (3, 40, 120)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _POLL_SECONDS, _ANSWER_SECONDS = 0.5, 600
 
@@ -44,6 +45,7 @@ _POLL_SECONDS, _ANSWER_SECONDS = 0.5, 600
 def main(
     layers: Annotated[int, typer.Option(help="Layers of the model; 14 take more than 4 GB in 4 bits.")] = 14,
     format: Annotated[str, typer.Option(help=f"Format of the experts: {', '.join(FORMATS)}.")] = "int4",
+    dtype: Annotated[str, typer.Option(help="bf16, or fp32 on processors without instructions for bf16.")] = "bf16",
     step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 256,
     folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is written; by default /tmp.")] = None,
 ) -> None:
@@ -52,8 +54,9 @@ def main(
     architecture = from_config(config)
     experts = architecture.layers[-1].experts
     assert experts is not None, "all layers of the preset have experts"
-    bank = bank_sizes(experts, architecture.hidden, "bf16", SIZES[format])
-    ring = ring_bytes(SLOTS, bank.slot_bytes, bank.encoded_bytes)
+    bank = bank_sizes(experts, architecture.hidden, dtype, SIZES[format])
+    ring = ring_bytes(min(SLOTS, layers), bank.slot_bytes, bank.encoded_bytes)
+    config.dtype = TORCH_DTYPES[dtype]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         checkpoint = Path(temporary)
         file_bytes = write_random_checkpoint(config, checkpoint, format)
@@ -67,12 +70,14 @@ def main(
             children = psutil.Process(process.pid).children(recursive=True)
             peak = max(_peak_bytes(child.pid) for child in children)
             server_peak = _peak_bytes(process.pid)
-    expected = file_bytes + ring
+    # Dense weights are stored in bf16.
+    dense = dense_bytes(architecture, dtype) - dense_bytes(architecture, "bf16")
+    expected = file_bytes + dense + ring
     print_table(
-        f"moepass serve, {PRESET}, {layers} layers, {format}",
+        f"moepass serve, {PRESET}, {layers} layers, {format}, computed in {dtype}",
         ["", "GB"],
         [
-            ["files", f"{file_bytes / 1e9:.2f}"],
+            ["experts as stored, and dense weights", f"{(file_bytes + dense) / 1e9:.2f}"],
             ["ring", f"{ring / 1e9:.2f}"],
             ["expected", f"{expected / 1e9:.2f}"],
             ["peak of the rank", f"{peak / 1e9:.2f}"],
@@ -89,17 +94,8 @@ def main(
 @contextlib.contextmanager
 def _served(checkpoint: Path, step_tokens: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `moepass serve`, and yield its process and URL when it is ready. Exits with its message if it ends before."""
-    command = [sys.executable, "-m", "moepass.cli", "serve", str(checkpoint), "--port", "0"]
-    command += [
-        "--name",
-        "model",
-        "--step-tokens",
-        str(step_tokens),
-        "--slots",
-        str(SLOTS),
-        "--timeout",
-        str(_ANSWER_SECONDS),
-    ]
+    options = f"--port 0 --name model --slots {SLOTS} --step-tokens {step_tokens} --timeout {_ANSWER_SECONDS}"
+    command = [sys.executable, "-m", "moepass.cli", "serve", str(checkpoint), *options.split()]
     log = checkpoint / "server.log"
     with log.open("w") as output, subprocess.Popen(command, stderr=output, text=True) as process:
         try:

@@ -57,7 +57,7 @@ class EncodedBuffer:
 
 @dataclasses.dataclass
 class EncodedCopy:
-    """The copy of an encoded bank into `buffer`; `copied` is None after its decode was issued."""
+    """The copy of an encoded bank into `buffer`. `copied` becomes None when its decode is issued."""
 
     copied: SlotCopy | None
     buffer: EncodedBuffer

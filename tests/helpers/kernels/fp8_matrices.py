@@ -1,4 +1,4 @@
-"""Matrices in FP8 with a scale for each block of 128 x 128, and what they hold, in float64."""
+"""Matrices in FP8 with a scale for each block of 128 x 128, and their values in float64."""
 
 from __future__ import annotations
 

@@ -67,12 +67,12 @@ def remains(executor: Executor) -> list[str]:
     return remaining
 
 
-def stays_exact(form: str, config: StackConfig, tokens: list[list[int]]) -> None:
+def stays_exact(form: str, config: StackConfig, tokens: list[list[int]], dynamic: bool | None) -> None:
     """Check that the compiled stack equals the stack on one process, for `tokens[step][rank]` tokens in each step."""
     rank = dist.get_rank()
     full = build_stack(config)
     with torch.no_grad(), moepass.record_compilations() as compilations:
-        compiled = compile_whole(build_stack(config, form))
+        compiled = compile_whole(build_stack(config, form), dynamic=dynamic)
         for step, counts in enumerate(tokens):
             hidden = hidden_rows(config, counts[rank], 100 * step + (0 if form == "all_reduce" else rank))
             assert torch.equal(compiled(hidden), full(hidden)), f"step {step} with {counts} tokens"

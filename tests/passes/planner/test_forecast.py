@@ -285,7 +285,7 @@ def test_a_profile_measured_on_a_cpu_has_a_host_that_computes_and_an_emulated_li
     rate = hardware.host.bytes_per_s.value * hardware.efficiency.bandwidth.value / 4
     waiting = streaming_execution(_setting(hardware=with_emulated_link(hardware, rate)), "host")
     assert waiting.copy_slowdown == pytest.approx(1.25, rel=0.01)
-    # So does a decoder that moves bytes at a quarter of the memory's rate.
+    # A decoder that moves bytes at a quarter of the memory's rate slows computation as much.
     bank = BankSizes(1 << 20, 1 << 20, 1 << 31)
     at_memory_rate = decode_seconds(hardware, bank)
     slow = table_of({"bytes": (1 << 30, 1 << 31)}, [2 * at_memory_rate, 4 * at_memory_rate], "user", "", [0.0, 0.0])

@@ -79,7 +79,8 @@ def _cannot_read() -> None:
     model = _stack()
     with torch.no_grad():
         expected = model(tokens())
-        with pytest.raises(SharedMemoryError, match="no peer access"):
+        # A rank that still waits for the other one's record gets the other one's failure.
+        with pytest.raises((SharedMemoryError, PeerError), match="no peer access"):
             _offload(model, _Unreadable())
         assert torch.equal(model(tokens()), expected)
         assert moepass.offload_experts(model).home == "host"

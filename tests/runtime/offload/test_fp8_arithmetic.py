@@ -1,4 +1,4 @@
-"""Models whose experts multiply in FP8. Triton's interpreter stands in for a GPU."""
+"""Models whose experts multiply in FP8. Triton's interpreter runs the kernels."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ def test_every_layout_runs_from_every_home(form: str, home: str, tmp_path: Path)
         assert torch.equal(result, expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("home", ["host", "device", "disk"])
 @pytest.mark.parametrize("form", ["fp8 blocks", "int4 packed, indices of -1", "gptq, ordered by activations", None])
 @pytest.mark.parametrize("resident_layers", [(), (1,)])

@@ -55,7 +55,7 @@ def reward(checkpoint: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(chat: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="any", max_retries=0) as openai_client:
         yield openai_client
