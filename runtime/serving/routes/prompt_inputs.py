@@ -44,8 +44,9 @@ def parse_prompts(call: Call, inputs: Inputs, name: str) -> list[str] | list[Tok
     """
     if isinstance(inputs, str):
         return [inputs]
-    check_count(inputs, name)
-    prompts = [inputs] if isinstance(inputs[0], int) else inputs
+    # A list of numbers is one prompt, so only the model's own limit applies to its length.
+    prompts = [inputs] if inputs and isinstance(inputs[0], int) else inputs
+    check_count(prompts, name)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) == len(prompts):
         return texts

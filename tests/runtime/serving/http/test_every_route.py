@@ -18,6 +18,7 @@ import pytest
 from moepass import __version__
 from moepass.clients.batch_run import Batch
 from moepass.models.errors import CheckpointError, OptionError
+from moepass.models.limits import MOST_ITEMS
 from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES, create_app
 from moepass.runtime.serving.requests.answer import AnswerTimes
 from moepass.runtime.serving.requests.backend import (
@@ -27,6 +28,7 @@ from moepass.runtime.serving.requests.backend import (
     SequenceTooLongError,
 )
 from moepass.runtime.serving.routes.server_settings import ServerSettings
+from tests.helpers.serving.byte_checkpoint import save_byte_checkpoint
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
 POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
@@ -168,6 +170,35 @@ def _wait_until(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("it has not happened in 10 s")
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model that takes more tokens than a list may have entries."""
+    with served(save_byte_checkpoint(tmp_path_factory.mktemp("long"), max_position_embeddings=8192)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "answers"),
+    [
+        ("/v1/completions", "prompt", "choices"),
+        ("/v1/embeddings", "input", "data"),
+        ("/pooling", "input", "data"),
+        ("/embed", "inputs", None),
+    ],
+)
+def test_a_flat_list_of_token_ids_is_one_prompt_of_any_length(
+    long: Served, path: str, field: str, answers: str | None
+) -> None:
+    tokens = [number % 256 for number in range(MOST_ITEMS + 904)]
+    options = {"max_tokens": 1, "logprobs": 1} if field == "prompt" else {}
+    replies = [long.post(path, {field: prompts, **options}) for prompts in (tokens, [tokens])]
+    flat, nested = (reply if answers is None else reply[answers] for reply in replies)
+    assert len(flat) == 1
+    assert flat == nested
+    too_long = long.refused(path, {field: [7] * 8193, **options})
+    assert too_long["code"] == "context_length_exceeded"
 
 
 @pytest.fixture(scope="module")
