@@ -31,6 +31,8 @@ DEMO = "demo"
 CONFIG_FILE = "config.json"
 PROMPT_FILE = "prompt.json"
 _ADAPTER_FILE = "adapter_config.json"
+# Vocabularies that transformers reads besides the files that a tokenizer class names.
+_FURTHER_VOCABULARY_FILES = ("tekken.json", "*.tiktoken")
 _TEXT_MARK = "{text}"
 _PAIR_MARKS = re.compile(r"\{(query|document)\}")
 # [Empirical] transformers allocates missing weights before it reports them. More missing ones are refused.
@@ -187,6 +189,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         if not file.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json, which is required", path=folder) from error
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {one_line(error)}", path=folder) from error
+    # Without any file, transformers returns the tokenizer of the model's family with an empty vocabulary.
+    names = sorted({*tokenizer.vocab_files_names.values(), *_FURTHER_VOCABULARY_FILES})
+    if not any(True for name in names for _ in folder.glob(name)):
+        text = f"{folder} has no tokenizer: none of the files {', '.join(names)}; copy them from the original checkpoint"
+        raise CheckpointError(text, path=folder)
     if not tokenizer.is_fast:
         raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed", path=folder)
     return tokenizer

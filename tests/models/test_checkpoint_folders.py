@@ -28,6 +28,7 @@ from tests.helpers.graphs.tiny_checkpoint import (
     original_model,
     save_tiny_checkpoint,
 )
+from tests.helpers.graphs.tiny_configs import tiny_config
 from tests.helpers.models.tiny import tiny_inputs
 
 
@@ -207,6 +208,21 @@ def test_tokenizer_must_be_there(checkpoint: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "phimoe"])
+def test_a_config_alone_has_no_tokenizer(family: str, tmp_path: Path) -> None:
+    """transformers makes an empty tokenizer for families that it knows, with which no text could be read."""
+    tiny_config(family).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_of_two_files_is_a_tokenizer(tmp_path: Path) -> None:
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("a b\n")
+    assert load_tokenizer(tmp_path)("ab")["input_ids"] == [2]
 
 
 def test_prompt_file(checkpoint: Path, tmp_path: Path) -> None:
