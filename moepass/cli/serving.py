@@ -81,6 +81,11 @@ def open_socket(host: str, port: int) -> socket.socket:
     return opened
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server; addresses of IPv6 stand in brackets there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
     """Serve `model` on a free port until `visit` returns, uncompiled because that starts soonest.
 
@@ -197,7 +202,7 @@ async def _serve(
     async with started as (service, frontend, starting):
         from moepass.runtime.serving.http.draining_server import ConnectionLimits, make_server
 
-        url = f"http://{options.host}:{listening.getsockname()[1]}"
+        url = url_of(options.host, listening.getsockname()[1])
         typer.echo(f"moepass serves {names[0]} at {url}; starting", err=True)
         most = possible_connections(options.max_connections)
         connections = ConnectionLimits(most, read_seconds=options.timeout)

@@ -35,7 +35,8 @@ from moepass.runtime.serving.routes.errors import (
 from moepass.runtime.serving.routes.service import Call, Route, Service, json_response, new_id
 
 ROUTES = (*server_routes.MODEL_ROUTES, *token_routes.ROUTES, *server_routes.ROUTES)
-# These paths need no API key. The status page is public; it asks for the key that its own requests need.
+# These paths need no API key, except for requests to the model. The status page is public; it asks for the key that its
+# own requests need.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # nginx's status for a client that closed the connection. Only logs and traces show it.
@@ -54,7 +55,7 @@ def create_app(service: Service) -> FastAPI:
             route.path,
             endpoint,
             methods=[route.method],
-            operation_id=f"{route.method.lower()}{route.path.replace('/', '_')}",
+            operation_id=route.method.lower() + re.sub(r"\W+", "_", route.path),
             response_class=Response,
             openapi_extra=_description(route, schemas),
         )
@@ -84,7 +85,7 @@ def _endpoint(route: Route, service: Service) -> Callable[[HttpRequest], Awaitab
         try:
             if route.bodies:
                 await _read_body(request, chunks, service)
-            call = Call(service, b"".join(chunks), request.scope["moepass"]["id"])
+            call = Call(service, b"".join(chunks), request.scope["moepass"]["id"], request.path_params)
             return await _run_handler(request, call, route)
         finally:
             service.bodies.taken -= sum(map(len, chunks))
@@ -182,7 +183,9 @@ class _RequestGuard:
                 headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _timing_metrics(call)}"
             await send(message)
 
-        if scope["path"] not in OPEN_PATHS and not self._has_valid_key(request_headers.get(b"authorization", b"")):
+        asks_model = scope["path"] in self._model_paths and scope["method"] == "POST"
+        is_open = scope["path"] in OPEN_PATHS and not asks_model
+        if not is_open and not self._has_valid_key(request_headers.get(b"authorization", b"")):
             refusal = error_response(
                 401,
                 "the API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'",
@@ -192,7 +195,7 @@ class _RequestGuard:
             await refusal(scope, receive, send_timed)
             return
         try:
-            if scope["path"] in self._model_paths and scope["method"] == "POST":
+            if asks_model:
                 # A full queue refuses the request before its body is read, so that a refusal is cheap.
                 self._backend.check_room()
             await self.app(scope, receive, send_timed)
@@ -242,4 +245,8 @@ def _description(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     answer = {"description": "The answer", "content": content(route.replies, route.media_type) | streams}
     error = {"description": "An error", "content": content((ErrorReply,))}
     body = {"requestBody": {"required": True, "content": content(route.bodies)}} if route.bodies else {}
-    return {"responses": {"200": answer, "default": error}, **body}
+    variables = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)", route.path)
+    ]
+    return {"responses": {"200": answer, "default": error}, "parameters": variables, **body}

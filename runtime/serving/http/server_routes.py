@@ -79,6 +79,13 @@ async def models(call: Call) -> ModelList:
     return ModelList([ModelCard(name, call.service.created, status.max_sequence_tokens, names[0]) for name in names])
 
 
+async def model_card(call: Call) -> ModelCard:
+    """Return the entry of one model name. Raises HttpError (404) if it is not served."""
+    wanted = call.path_values["model"]
+    call.check_model(wanted)
+    return next(card for card in (await models(call)).data if card.id == wanted)
+
+
 async def health(call: Call) -> EmptyReply:
     """Return 200 while the process runs; /ready says whether it answers requests."""
     return EmptyReply()
@@ -165,7 +172,7 @@ def _content_hash(element: str, text: str) -> str:
 
 
 async def invoke(call: Call) -> Any:
-    """Call the route that the fields of the body indicate, as SageMaker's clients need it."""
+    """Call the route that the fields of the body indicate, as clients of SageMaker and of TEI's root need it."""
     body = call.json()
     for field, handler in _HANDLERS.items():
         if field in body:
@@ -186,7 +193,7 @@ _HANDLERS: dict[str, Callable[[Call], Awaitable[Any]]] = {
     "documents": rerank.rerank,
     "texts": rerank.rerank,
     "input": pooling.embed,
-    "inputs": pooling.embed_plain,
+    "inputs": pooling.embed_or_predict,
 }
 _MODULES = (systemone, decision_routes, chat, completions, scores, rerank, pooling)
 MODEL_ROUTES = [route for module in _MODULES for route in module.ROUTES]
@@ -195,6 +202,7 @@ _REPLIES = tuple(dict.fromkeys(kind for route in MODEL_ROUTES for kind in route.
 
 ROUTES = (
     Route("GET", "/v1/models", models, (), (ModelList,)),
+    Route("GET", "/v1/models/{model:path}", model_card, (), (ModelCard,)),
     Route("GET", "/health", health, (), (EmptyReply,)),
     Route("GET", "/ready", ready, (), (ReadyReply,)),
     Route("GET", "/ping", ping, (), (EmptyReply, ErrorReply)),
@@ -202,6 +210,7 @@ ROUTES = (
     Route("GET", "/version", version, (), (VersionReply,)),
     Route("GET", "/metrics", metrics, (), (str,), media_type="text/plain"),
     Route("GET", "/", page, (), (str,), media_type="text/html"),
+    Route("POST", "/", invoke, _BODIES, _REPLIES, has_streams=True),
     Route("GET", "/v1/state", state, (), (StateReply,)),
     Route("POST", "/invocations", invoke, _BODIES, _REPLIES, has_streams=True),
 )

@@ -149,6 +149,12 @@ async def pool(call: Call) -> PoolingReply:
     return PoolingReply(*call.reply_fields("pool"), data, call.usage)
 
 
+async def embed_or_predict(call: Call) -> list[list[float]] | list[Prediction] | list[list[Prediction]]:
+    """Return classes from a classifier, embeddings from another model, as TEI does at its root."""
+    is_classifier = call.service.backend.status().vector == "class scores"
+    return await (predict(call) if is_classifier else embed_plain(call))
+
+
 async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
     """Return all classes with their scores, best first."""
     body = call.body(PredictBody)

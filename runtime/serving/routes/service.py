@@ -7,7 +7,7 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
@@ -94,11 +94,15 @@ class AnsweredRequest:
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One HTTP call of a client: its body, and the requests to the backend that were made for it so far."""
+    """One HTTP call of a client: its body, and the requests to the backend that were made for it so far.
+
+    `path_values` are the variable parts of its path, by name.
+    """
 
     service: Service
     raw: bytes
     id: str
+    path_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     priority: int = 0
     salt: bytes = b""
     backend_seconds: float = 0.0
@@ -140,14 +144,19 @@ class Call:
                 text = f"{name} is not supported, and ignoring it would return wrong results; remove it"
                 raise InputError(text, name=name)
         value: _Kind = _decode(self.raw, kind)
-        model, names = getattr(value, "model", None), self.service.settings.model_names
-        if model and model not in names:
-            shown = model if len(model) <= 100 else model[:100] + "…"
-            problem = f"this server has no model {shown!r}; use {' or '.join(map(repr, names))}"
-            raise HttpError(404, problem, code="model_not_found", name="model")
+        if model := getattr(value, "model", None):
+            self.check_model(model)
         self.priority = getattr(value, "priority", 0)
         self.salt = (getattr(value, "cache_salt", None) or "").encode()
         return value
+
+    def check_model(self, name: str) -> None:
+        """Raise HttpError (404) if no model is served under `name`."""
+        names = self.service.settings.model_names
+        if name not in names:
+            shown = name if len(name) <= 100 else name[:100] + "…"
+            problem = f"this server has no model {shown!r}; use {' or '.join(map(repr, names))}"
+            raise HttpError(404, problem, code="model_not_found", name="model")
 
     def need_predictions(self) -> None:
         """Raise InputError if the model does not predict tokens."""

@@ -48,6 +48,11 @@ INVOCATIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def with_values(path: str) -> str:
+    """Return the path of a route with values for its variable parts."""
+    return path.replace("{model:path}", "tiny")
+
+
 @pytest.fixture
 def backend_error(chat: Served) -> Iterator[Callable[[Exception], None]]:
     def set_error(error: Exception) -> None:
@@ -224,7 +229,7 @@ def test_the_key_guards_every_route_but_health(stranger: httpx.Client, route: An
         {"Authorization": b"Bearer \xff"},
     ):
         response = stranger.request(route.method, route.path, headers=headers)
-        if route.path in OPEN_PATHS:
+        if route.path in OPEN_PATHS and not route.bodies:
             assert response.status_code == 200
         else:
             assert response.status_code == 401
@@ -307,7 +312,7 @@ def test_head_is_answered_like_get_without_a_body(chat: Served, path: str) -> No
     for state, status in (("ready", 200), ("draining", 503 if path in ("/ready", "/ping") else 200)):
         chat.backend.state = state
         try:
-            probed, got = chat.client.head(path), chat.client.get(path)
+            probed, got = chat.client.head(with_values(path)), chat.client.get(with_values(path))
         finally:
             chat.backend.state = "ready"
         assert (probed.status_code, probed.content, got.status_code) == (status, b"", status)
@@ -317,7 +322,12 @@ def test_head_is_answered_like_get_without_a_body(chat: Served, path: str) -> No
 
 
 def test_openais_client_lists_the_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+    cards = list(client.models.list())
+    assert [card.id for card in cards] == ["tiny", "alias"]
+    assert [client.models.retrieve(card.id) for card in cards] == cards
+    for name in ("tin", "tiny/", "a/b", "tiny%20"):
+        with pytest.raises(openai.NotFoundError, match="'tiny' or 'alias'"):
+            client.models.retrieve(name)
 
 
 def test_responses_have_ids_and_times(chat: Served) -> None:
@@ -357,6 +367,7 @@ MORE_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a"}, "/tokenize"),
     ({"tokens": [5]}, "/detokenize"),
     ({"prompt": "a", "max_tokens": 1}, "/invocations"),
+    ({"prompt": "a", "max_tokens": 1}, "/"),
 ]
 BODIES_OF_CLASSIFIERS: list[tuple[dict[str, Any], str]] = [
     ({"input": "a"}, "/classify"),
@@ -368,7 +379,7 @@ BODIES_OF_CLASSIFIERS: list[tuple[dict[str, Any], str]] = [
 def test_every_route_answers(chat: Served, classes: Served) -> None:
     answered = {("GET", route.path) for route in ROUTES if route.method == "GET"} | {("POST", "/ping")}
     for method, path in answered:
-        assert chat.client.request(method, path).status_code == 200, (method, path)
+        assert chat.client.request(method, with_values(path)).status_code == 200, (method, path)
     for server, bodies in ((chat, INVOCATIONS + MORE_BODIES), (classes, BODIES_OF_CLASSIFIERS)):
         for body, path in bodies:
             assert server.post(path, body), path
@@ -377,9 +388,15 @@ def test_every_route_answers(chat: Served, classes: Served) -> None:
 
 
 @pytest.mark.parametrize(("body", "path"), INVOCATIONS)
-def test_an_invocation_calls_the_route_of_its_body(chat: Served, body: Any, path: str) -> None:
-    invoked, direct = chat.post("/invocations", body), chat.post(path, body)
+@pytest.mark.parametrize("general", ["/invocations", "/"])
+def test_an_invocation_calls_the_route_of_its_body(chat: Served, general: str, body: Any, path: str) -> None:
+    invoked, direct = chat.post(general, body), chat.post(path, body)
     assert lasting(invoked) == lasting(direct)
+
+
+def test_inputs_at_the_root_of_a_classifier_are_classified(classes: Served) -> None:
+    body = {"inputs": ["a", "b"]}
+    assert classes.post("/", body) == classes.post("/predict", body)
 
 
 def lasting(answer: Any) -> Any:
@@ -440,7 +457,7 @@ def test_unknown_routes_and_methods_have_error_replies(chat: Served) -> None:
 def test_the_document_describes_every_route(chat: Served) -> None:
     document = chat.client.get("/openapi.json").json()
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert described == {(route.method, route.path) for route in ROUTES}
+    assert described == {(route.method, route.path.replace(":path", "")) for route in ROUTES}
     text = json.dumps(document)
     for reference in {fragment.split('"')[0] for fragment in text.split('"#/components/schemas/')[1:]}:
         assert reference in document["components"]["schemas"]
