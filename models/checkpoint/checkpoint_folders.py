@@ -191,7 +191,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {one_line(error)}", path=folder) from error
     # Without any file, transformers returns the tokenizer of the model's family with an empty vocabulary.
     names = sorted({*tokenizer.vocab_files_names.values(), *_FURTHER_VOCABULARY_FILES})
-    if not any(True for name in names for _ in folder.glob(name)):
+    if not any(list(folder.glob(name)) for name in names):
         text = f"{folder} has no tokenizer: none of the files {', '.join(names)}; copy them from the original checkpoint"
         raise CheckpointError(text, path=folder)
     if not tokenizer.is_fast:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moepass.cli.serving import open_socket
+from moepass.cli.serving import open_socket, url_of
 from moepass.models.errors import OptionError
 from moepass.runtime.serving.http.draining_server import make_server
 from moepass.runtime.serving.requests.answer import Answer
@@ -41,6 +41,12 @@ def test_a_port_that_is_taken_is_refused() -> None:
 def test_invalid_addresses_are_refused(host: str, port: int) -> None:
     with pytest.raises(OptionError):
         open_socket(host, port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::", "fe80::1", "localhost", "2001:db8::2:1"])
+def test_clients_find_host_and_port_in_the_url(host: str) -> None:
+    url = httpx.URL(url_of(host, 8123))
+    assert (url.host, url.port) == (host, 8123)
 
 
 def test_the_second_signal_ends_at_once(chat: Served) -> None:
