@@ -192,7 +192,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     # Without any file, transformers returns the tokenizer of the model's family with an empty vocabulary.
     names = sorted({*tokenizer.vocab_files_names.values(), *_FURTHER_VOCABULARY_FILES})
     if not any(list(folder.glob(name)) for name in names):
-        text = f"{folder} has no tokenizer: none of the files {', '.join(names)}; copy them from the original checkpoint"
+        text = f"{folder} has no tokenizer: it lacks {', '.join(names)}; copy its files from the original checkpoint"
         raise CheckpointError(text, path=folder)
     if not tokenizer.is_fast:
         raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed", path=folder)
