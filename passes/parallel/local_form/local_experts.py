@@ -24,14 +24,7 @@ from moepass.passes.ir.joint_groups import JointGroup
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
 from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
-from moepass.passes.parallel.match.parallel_block import (
-    OWN_IDS,
-    TRAVELLING_IDS,
-    ParallelBlock,
-    bias_after,
-    looked_up_table,
-)
-from moepass.passes.parallel.match.region_walk import reshaped
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
 from moepass.passes.rows.row_layout import ratio
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -106,8 +99,6 @@ class LocalForm(BlockWriter):
             return self._in_order_of_hops(self.block.hops.grid)
         if self.block.form == "all_to_all":
             return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
-        if self.block.form in TRAVELLING_IDS:
-            return self._rows_by_ids(sources["rows"])
         if self.block.form == "all_to_all_slots":
             return self._all_slots(sources["rows"])
         if self.block.form == "all_to_all_capacity":
@@ -157,32 +148,6 @@ class LocalForm(BlockWriter):
         every = self.arange(self.block.experts, fake_value(rows).device)
         chosen = self.emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
         return self.emit(aten.index.Tensor, every, [chosen])
-
-    def _rows_by_ids(self, rows: Node) -> Node:
-        """Rows in any order, and the expert of each of them, as the block was about to send it."""
-        sorted_ids, order = self._sorted(self._sent_ids())
-        self.travelling = tuple(self.emit(aten.index.Tensor, node, [order]) for node in self.block.travelling)
-        rows = self.emit(aten.index.Tensor, rows, [order])
-        outputs = self._experts(rows, self._ends(sorted_ids), lambda: sorted_ids)
-        return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
-
-    def _sent_ids(self) -> Node:
-        """The expert of each row, among those of all ranks."""
-        exchange, count = self.block.id_exchange, self.block.exchanges[0]
-        assert exchange is not None
-        ids = exchange.input
-        if fake_value(ids).dtype != torch.int64:
-            ids = self.emit(prims.convert_element_type.default, ids, torch.int64)
-        if self.block.form != OWN_IDS:
-            return ids
-        ranks, own = self.block.group.ranks, len(self.block.own_experts)
-        counts = self._flat(reshaped(count.input))
-        if fake_value(counts).shape[0] != ranks:
-            counts = self.emit(aten.sum.dim_IntList, self.emit(aten.view.default, counts, [ranks, own]), [1])
-        rank_of = self.emit(
-            aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(exchange.input).shape[0])
-        )
-        return self.emit(aten.add.Tensor, ids, self.emit(aten.mul.Tensor, rank_of, own))
 
     def _ends(self, sorted_ids: Node) -> Node:
         """Where the rows of each expert end."""

@@ -24,7 +24,6 @@ from tests.helpers.graphs.simulated_ranks import Captured, capture_module, hidde
 from tests.helpers.project_styles.converted_style import FlatWeights, MasterWeights, ScaledModules
 from tests.helpers.project_styles.exact_style import SlicesOfModules, SplitOfStacks
 from tests.helpers.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
-from tests.helpers.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
 from tests.helpers.project_styles.low_rank_style import LowRankModules
 from tests.helpers.project_styles.megatron_style import MaskedDispatch
 from tests.helpers.project_styles.overlap_style import OverlappedHalves, OverlappedModules
@@ -53,8 +52,6 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "flat weights": (FlatWeights, "all_to_all"),
     "scaled modules": (ScaledModules, "all_to_all"),
     "low rank": (LowRankModules, "all_to_all"),
-    "global ids": (GlobalIdsTravel, "all_to_all_ids"),
-    "local ids": (LocalIdsTravel, "all_to_all_own_ids"),
     "overlapped halves": (OverlappedHalves, "all_to_all"),
     "overlapped modules": (OverlappedModules, "all_to_all"),
     "padded by search": (PaddedBySearch, "all_to_all"),
