@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -63,6 +63,8 @@ def match_all_to_all(
             "and cast only"
         )
     is_beside = len(dispatches) == 1 and all(split_sizes(one) == split_sizes(dispatches[0]) for one in beside)
+    if is_beside:
+        check_exact_sizes(dispatches[0], counts)
     with_rows = [one for one in counts if is_beside and split_sizes(one) == split_sizes(dispatches[0])]
     if with_rows:
         raise NotThisForm(
@@ -89,9 +91,6 @@ def match_all_to_all(
             f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
         )
-    # Without tokens what a rank sends is constant too: nothing.
-    static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
-    form = "all_to_all_slots" if not counts else "all_to_all_capacity" if static else "all_to_all"
     tensors = expert_tensors(match, set(sources.values()), place)
     try:
         check_leaves(leaves - {*sources.values(), *tensors}, rows, place)
@@ -100,7 +99,7 @@ def match_all_to_all(
             _check_counts(sources["counts"])
         raise
     return ParallelBlock(
-        form,
+        "all_to_all" if counts else "all_to_all_slots",
         match.record.name,
         combine.group_name,
         group,
@@ -112,6 +111,17 @@ def match_all_to_all(
         (*counts, dispatch, *beside, combine),
         tuple(region),
     )
+
+
+def check_exact_sizes(dispatch: Collective, counts: Sequence[Collective]) -> None:
+    """Raises NotThisForm where a fixed number of slots is exchanged for each rank, and how many of them are filled."""
+    # Without tokens what a rank sends is constant too: nothing.
+    if counts and all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive)):
+        raise NotThisForm(
+            f"{named(dispatch.node)} exchanges as many slots as constants say, and {named(counts[0].node)} how many of "
+            "them are filled; expected as many rows as the counts say, or slots without an exchange of counts, all of "
+            "which are computed"
+        )
 
 
 def _check_counts(counts: Node) -> None:

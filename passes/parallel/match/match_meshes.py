@@ -21,7 +21,13 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.joint_groups import JointGroup, joint_group
 from moepass.passes.ir.protocol import CaptureNotes, Group
-from moepass.passes.parallel.match.match_all_to_all import are_slots, match_all_to_all, sizes_of_rows, split_sizes
+from moepass.passes.parallel.match.match_all_to_all import (
+    are_slots,
+    check_exact_sizes,
+    match_all_to_all,
+    sizes_of_rows,
+    split_sizes,
+)
 from moepass.passes.parallel.match.near_experts import first_communication_after, is_size, most_nodes
 from moepass.passes.parallel.match.parallel_block import Hops, ParallelBlock, PartsOfExperts, expert_tensors
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
@@ -120,14 +126,13 @@ def match_two_hops(
     if counts:
         sources["counts"] = reshaped(counts[0].input)
         _check_counts(hops, own)
-    static = all(isinstance(size, int) for size in (*first.send, *first.receive))
-    form = "all_to_all_slots" if not counts else "all_to_all_capacity" if static else "all_to_all"
+    check_exact_sizes(first, counts)
     if not counts:
         _check_even(hops)
     tensors = expert_tensors(match, set(sources.values()), place)
     check_leaves(leaves - {*sources.values(), *tensors}, sources["rows"], place)
     return ParallelBlock(
-        form,
+        "all_to_all" if counts else "all_to_all_slots",
         match.record.name,
         joint.name,
         joint.group,

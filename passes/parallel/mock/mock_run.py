@@ -154,15 +154,9 @@ class MockRun:
 
     # ------------------------------------------------------------------------------------------------------ numbers
 
-    def pairs_in_slots(self, capacity: int, experts: int) -> int:
-        return capacity * experts if self.scenario.full else min(capacity, 9)
-
-    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None, experts: int | None = None) -> int:
+    def peer_pairs(self, peer: int, own_pairs: int, experts: int | None = None) -> int:
         """How many pairs the rank `peer` brings for this rank's experts, or for that many `experts`."""
         experts = len(self.block.own_experts) if experts is None else experts
-        if capacity is not None:
-            most = self.pairs_in_slots(capacity, experts)
-            return most if self.scenario.full else min(self.scenario.peer_pairs, most)
         if self.scenario.load and peer == 0:
             return min(max(self.scenario.load * own_pairs, 4), max(MOST_ROWS, own_pairs))
         return experts if self.scenario.full else self.scenario.peer_pairs

@@ -66,12 +66,11 @@ def _check_exchange(run: MockRun) -> None:
     """Check that what this rank sends, and what it sends back for the rows of others, follows the contract."""
     block = run.block
     rows_node, counts_node = block.sources["rows"], block.sources.get("counts")
-    slots = run.mock.shape(rows_node)[0]
-    capacity = None if block.form == "all_to_all" else slots // block.experts
-    own_pairs = slots if capacity is None else run.pairs_in_slots(capacity, block.experts)
-    own = SentRows.draw(run, run.scenario.own, own_pairs, range(block.experts), capacity)
+    pairs = run.mock.shape(rows_node)[0]
+    capacity = None if block.form == "all_to_all" else pairs // block.experts
+    own = SentRows.draw(run, run.scenario.own, pairs, range(block.experts), capacity)
     peers = [
-        SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, own_pairs, capacity), block.own_experts, capacity)
+        SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, pairs), block.own_experts, capacity)
         for peer in range(block.group.ranks)
     ]
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):

@@ -145,16 +145,14 @@ class ValueRanges(RangeSums):
     # --------------------------------------------------------------------------------------------------- inputs
 
     def _add_sources(self) -> None:
-        sources, experts = self.block.sources, self.block.experts
+        sources = self.block.sources
         if "ids" in sources:
             self.ranges[sources["ids"]] = Range(0, self.block.id_values - 1, Kind.CHOSEN, sources["ids"])
             # A graph for no tokens has no ids of its own, and may have those of other ranks.
             if not _has_nothing(sources["ids"]):
                 self.tried.require_all(sources["ids"], self.block.id_values)
         if "counts" in sources:
-            slots = fake_value(sources["rows"]).shape[0]
-            fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
-            self.ranges[sources["counts"]] = Range(0, slots // experts, Kind.BOUND) if fixed else COUNT
+            self.ranges[sources["counts"]] = COUNT
 
     # --------------------------------------------------------------------------------------------------- ranges
 

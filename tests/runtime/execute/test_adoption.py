@@ -36,14 +36,13 @@ RUNS = [
     ("even", "all_gather"),
     ("even", "all_to_all"),
     ("top-1, one rank without tokens", "all_reduce"),
-    ("even", "all_to_all_capacity"),
     pytest.param("uneven bf16", "all_gather", marks=pytest.mark.slow),
     pytest.param("uneven bf16", "all_to_all", marks=pytest.mark.slow),
     pytest.param("top-1, one rank without tokens", "all_to_all", marks=pytest.mark.slow),
-    pytest.param("top-8, all to few", "all_to_all_capacity", marks=pytest.mark.slow),
+    pytest.param("top-8, all to few", "all_to_all", marks=pytest.mark.slow),
     pytest.param("top-8, all to few", "all_reduce", marks=pytest.mark.slow),
     pytest.param("four ranks, all to one", "all_to_all", marks=pytest.mark.slow),
-    pytest.param("four ranks, all to one", "all_to_all_capacity", marks=pytest.mark.slow),
+    pytest.param("four ranks, all to one", "all_gather", marks=pytest.mark.slow),
 ]
 
 
