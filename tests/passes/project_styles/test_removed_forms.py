@@ -1,4 +1,4 @@
-"""Layers in forms that no package writes are refused with a reason, and compute the same afterwards."""
+"""Layers and loops in forms that no package writes are refused with a reason, and compute the same afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch.nn import functional as F
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
 from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
+from tests.helpers.graphs.rewritten_loops import count_gemms_and_selections, rewrite_loop
 from tests.helpers.project_styles.exact_style import ExactLayer, SlicesOfModules
+from tests.helpers.project_styles.local_loops import AnyPlace, FlatPairs, MaskLoop, SelectedLoop
+from tests.helpers.project_styles.slice_loops import SlicesByCounts
 from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import StyleSizes, random_weight, stacked_gated_experts
 
@@ -125,3 +128,92 @@ def test_a_layer_in_a_removed_form_is_refused(layer: type[nn.Module], reason: st
         assert not result.plan.banks
         assert collective_kinds(result) == collective_kinds(captured_rank)
     check_same_outputs(captured, results, [(9, 4), (30, 41)])
+
+
+class ColumnByColumn(MaskLoop):
+    """A loop over experts for the first choice of all tokens, then for the second."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for choice in range(self.top_k):
+            for number in self.order:
+                mask = chosen[:, choice] == number
+                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, choice].unsqueeze(-1)
+        return result
+
+
+class SummedWeights(MaskLoop):
+    """The weights of a token are summed, 0 for experts it has not chosen, and selected afterwards."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            scales = (weights * (chosen == number)).sum(dim=-1, keepdim=True)
+            result[mask] += self.module_of(number)(hidden[mask]) * scales[mask]
+        return result
+
+
+class LargestScore(MaskLoop):
+    """Each token has the expert of its largest score, by `argmax`."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(hidden).argmax(dim=-1)
+        result = torch.empty_like(hidden)
+        for number in self.order:
+            result[chosen == number] = self.module_of(number)(hidden[chosen == number])
+        return result
+
+
+class SortedScores(AnyPlace):
+    """The experts of each token are the first of all, sorted by score."""
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = self.router(hidden).softmax(dim=-1).sort(dim=-1, descending=True)
+        return chosen[:, : self.top_k], weights[:, : self.top_k]
+
+
+class ScatteredSums(SelectedLoop):
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.scatter_add(0, token.unsqueeze(1).expand(-1, rows.shape[1]), rows)
+
+
+class CopiedPairs(FlatPairs):
+    def write(self, result: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
+        pair = mask.nonzero().squeeze(-1)
+        return result.index_copy_(0, pair, self.module_of(number)(rows.index_select(0, pair)))
+
+
+class SlicesByEnds(SlicesByCounts):
+    """The host reads where the rows of each expert end."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs, start = [], 0
+        for expert, end in zip(self.experts, counts.cumsum(0).tolist(), strict=True):
+            torch._check(end >= start)
+            torch._check(end <= rows.shape[0])
+            outputs.append(expert(rows[start:end]))
+            start = end
+        return torch.cat(outputs)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (ColumnByColumn, "is not made of expert ids"),
+        (SummedWeights, "compares ids of experts, but does not select rows or weights by them alone"),
+        (LargestScore, "is not made of expert ids"),
+        (SortedScores, "is not made of expert ids"),
+        (ScatteredSums, "expected result.index_add_(0, tokens, rows)"),
+        (CopiedPairs, "expected result.index_add_(0, tokens, rows)"),
+        (SlicesByEnds, "with a count n that the host read"),
+    ],
+)
+def test_a_loop_in_a_removed_form_is_refused(model: type[nn.Module], reason: str) -> None:
+    torch.manual_seed(0)
+    module, refusals = rewrite_loop(model())
+    assert count_gemms_and_selections(module)[0] == 0
+    assert [reason in refusal.reason for refusal in refusals] == [True], refusals
