@@ -19,7 +19,6 @@ from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.masks.sort_masks import sort_masks
 from moepass.passes.memory.activation_memory import activation_memory
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
-from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
 from moepass.passes.schedule.assign_slots import plan
 from moepass.passes.schedule.predict import predict
 from moepass.passes.schedule.schedule_slots import schedule
@@ -37,9 +36,7 @@ PASSES: tuple[Pass, ...] = (
     leave_out_padding,  # before loops become GEMMs of all rows, which no longer tell padding from tokens
     write_grouped_gemms,  # all later passes recognise experts by their grouped GEMMs
     group_exchanged_slots,  # the same for experts with capacity slots, which are batched GEMMs
-    merge_low_rank,  # the same for blocks with a separate GEMM for each low-rank factor
     eliminate_expert_parallelism,  # all later passes see local blocks only
-    split_low_rank,  # products that no bank holds; before weights computed in each run hide experts
     compute_chosen_pairs,  # after exchanges are gone; before masks become lookups
     look_up_one_hots,  # masks fill and read capacity slots; exchanges are found with or without masks
     compute_read_slots,  # after both: slots that are exchanged, or multiplied by a mask, are all read

@@ -1,20 +1,19 @@
-"""Reference implementations of expert parallelism for inference, in four forms, on functional collectives.
+"""Reference implementations of expert parallelism for inference, in three forms, on functional collectives.
 
 Each form is a module with the signature of transformers' experts, `forward(hidden_states, top_k_index, top_k_weights)`
 with global expert ids, and holds the weights of this rank's experts. All ranks of the group must call it. Every form
 captures as one graph (`fullgraph=True`), with a dynamic number of tokens. The forms that read a size back to the host
 (`all_to_all`, `all_gather`) need `torch._dynamo.config.capture_scalar_outputs = True` for that.
 
-    form                   tokens go to the experts by   and come back by   host syncs   ranks hold
-    all_to_all             AllToAll, exact sizes         AllToAll           1            different tokens
-    all_to_all_capacity    AllToAll, fixed sizes         AllToAll           0            different tokens
-    all_gather             AllGather, padded             ReduceScatter      1            different tokens
-    all_reduce             (no transfer)                 AllReduce          0            the same tokens
+    form          tokens go to the experts by   and come back by   host syncs   ranks hold
+    all_to_all    AllToAll, exact sizes         AllToAll           1            different tokens
+    all_gather    AllGather, padded             ReduceScatter      1            different tokens
+    all_reduce    (no transfer)                 AllReduce          0            the same tokens
 
 Exactness, measured on CPUs against `GroupedExperts` on all ranks' tokens, rank by rank, in one batch, with the threads
 of one rank (float32 GEMMs round differently on another number of threads):
-    The two AllToAll forms are bit-identical while no token is dropped: every expert sees the same rows in the same
-    order, and the weighted sum runs in the same order on the rank that owns the token.
+    `all_to_all` is bit-identical: every expert sees the same rows in the same order, and the weighted sum runs in the
+    same order on the rank that owns the token.
     `all_gather` and `all_reduce` sum on each rank and then over ranks: equal up to rounding. They are bit-identical
     with top-1, and with top-2 if the weights have the dtype of the hidden states, since two terms have one order.
 `GroupedExperts` on one rank's tokens alone returns the same up to rounding: a GEMM may round a row differently for a
@@ -22,8 +21,6 @@ different number of rows (float32 does below 4 rows for an expert; bfloat16 was 
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch.distributed import ProcessGroup
@@ -49,7 +46,7 @@ from moepass.models.reference.grouped_experts import (
 
 
 class ShardedExperts(GroupedExperts):
-    """Base class of the four forms. The ranks of `group` share E (`experts`) experts.
+    """Base class of the three forms. The ranks of `group` share E (`experts`) experts.
 
     `gate_up_proj` is [experts of this rank, 2h, H], `down_proj` [experts of this rank, H, h]; `ExpertPlacement.owned`
     has their ids. Without a group, all ranks share the experts; torch.distributed must be initialised. Raises
@@ -122,78 +119,8 @@ class AllToAllExperts(ShardedExperts):
         return undo_order(outputs, order)
 
 
-class CapacityAllToAllExperts(ShardedExperts):
-    """Form 2: like form 1, with a fixed number of slots for each expert and rank.
-
-    No size depends on the routing. `max_tokens` is the largest number of tokens of any rank, equal on every rank.
-    If `capacity_factor` is None, every expert has `max_tokens` slots, which is enough for any routing, with one
-    ceil(capacity_factor * max_tokens * k / E). Pairs beyond that are dropped, the last tokens' pairs first, and add
-    nothing to their token's sum. Raises InputError if `max_tokens` is below 1 or `capacity_factor` is not above 0.
-    """
-
-    def __init__(
-        self,
-        gate_up_proj: torch.Tensor,
-        down_proj: torch.Tensor,
-        experts: int,
-        group: ProcessGroup | None = None,
-        *,
-        max_tokens: int,
-        capacity_factor: float | None = None,
-    ) -> None:
-        super().__init__(gate_up_proj, down_proj, experts, group)
-        if max_tokens < 1:
-            raise InputError.wrong("max_tokens", max_tokens, "1 or more")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise InputError.wrong("capacity_factor", capacity_factor, "above 0, or None to drop nothing")
-        self.max_tokens = max_tokens
-        self.capacity_factor = capacity_factor
-
-    def capacity(self, top_k: int) -> int:
-        """Return the slots of each expert for each rank's tokens."""
-        if self.capacity_factor is None:
-            return self.max_tokens
-        wanted = math.ceil(self.capacity_factor * self.max_tokens * top_k / self.placement.experts)
-        return min(wanted, self.max_tokens)
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts [tokens, H]. Raises InputError beyond `max_tokens` tokens.
-
-        Bit-identical to the reference on all tokens while nothing is dropped.
-        """
-        tokens, top_k = top_k_index.shape
-        if tokens > self.max_tokens:
-            text = f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the largest count of any rank"
-            raise InputError(text, name="max_tokens", value=self.max_tokens, expected=tokens)
-        experts, capacity = self.placement.experts, self.capacity(top_k)
-        sorted_ids, order = sort_by_expert(top_k_index)
-        counts = count_per_expert(sorted_ids, experts)
-        position = torch.arange(tokens * top_k, device=order.device) - (counts.cumsum(0) - counts)[sorted_ids]
-        # Dropped pairs go to one additional slot, which returns zeros.
-        slot = torch.where(position < capacity, sorted_ids * capacity + position, experts * capacity)
-        slots = hidden_states.new_zeros(experts * capacity + 1, hidden_states.shape[1])
-        slots[slot] = hidden_states[order // top_k]
-
-        outputs = self._exchange_and_run(slots[:-1], counts.clamp(max=capacity), capacity)
-        rows = F.pad(outputs, (0, 0, 0, 1))[slot]
-        return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
-
-    def _exchange_and_run(self, slots: torch.Tensor, filled: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Return the outputs of slots [E * capacity, H]; the first `filled` [E] slots of each expert hold rows."""
-        ranks, owned, shards = self.placement.ranks, len(self.placement.owned), self.placement.shard_sizes
-        filled = exchange_rows(filled, send=shards, receive=[owned] * ranks, group_name=self.group_name)
-        send, receive = [size * capacity for size in shards], [owned * capacity] * ranks
-        slots = exchange_rows(slots, send, receive, self.group_name)
-        local_ids = torch.arange(owned, device=slots.device).repeat(ranks).unsqueeze(-1)
-        empty = torch.arange(capacity, device=slots.device) >= filled.unsqueeze(-1)
-        outputs, order = self.run_some(slots, torch.where(empty, owned, local_ids).view(-1, 1))
-        return exchange_rows(undo_order(outputs, order), receive, send, self.group_name)
-
-
 class AllGatherExperts(ShardedExperts):
-    """Form 3: every rank gathers all tokens and runs its own experts on them; the partial sums are scattered back.
+    """Form 2: every rank gathers all tokens and runs its own experts on them; the partial sums are scattered back.
 
     Ranks may have different numbers of tokens: they pad to the largest.
     """
@@ -222,7 +149,7 @@ class AllGatherExperts(ShardedExperts):
 
 
 class AllReduceExperts(ShardedExperts):
-    """Form 4: every rank holds the same tokens and runs its own experts on them; the partial sums are reduced.
+    """Form 3: every rank holds the same tokens and runs its own experts on them; the partial sums are reduced.
 
     transformers does this if the group that shares the experts also shares the batch.
     """
@@ -238,7 +165,6 @@ class AllReduceExperts(ShardedExperts):
 
 EP_FORMS: dict[str, type[ShardedExperts]] = {
     "all_to_all": AllToAllExperts,
-    "all_to_all_capacity": CapacityAllToAllExperts,
     "all_gather": AllGatherExperts,
     "all_reduce": AllReduceExperts,
 }

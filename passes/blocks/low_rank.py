@@ -77,7 +77,7 @@ def _before_scales(node: Node) -> Node:
     """What is viewed, cast and multiplied by numbers alone up to `node`."""
     for _ in range(_MOST_STEPS):
         before = _before_casts(node)
-        if is_call(before, aten.mul.Tensor) and scale_of(before) is not None:
+        if is_call(before, aten.mul.Tensor) and _is_scaled(before):
             before = before.args[0]  # type: ignore[assignment]
         if before is node:
             break
@@ -85,17 +85,16 @@ def _before_scales(node: Node) -> Node:
     return node
 
 
-def scale_of(node: Node) -> float | Node | None:
-    """The one number, or a tensor of one, by which `node` multiplies its first operand; None for anything else."""
+def _is_scaled(node: Node) -> bool:
+    """True where `node` multiplies its first operand by one number, or by a tensor of one."""
     other = all_arguments(node)["other"]
     if not isinstance(other, Node):
-        return float(other)
+        return True
     table = _before_casts(other)
     if is_call(table, aten.index.Tensor):  # whatever is looked up in one number
         other = all_arguments(table)["self"]
     value = fake_value(other)
-    is_number = isinstance(value, torch.Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
-    return other if is_number else None
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _meet(main: Node, second: Node) -> bool:

@@ -168,7 +168,7 @@ class Branches(RowRules):
                     self._refuse(
                         nodes[0],
                         "and those of the other branches list rows by different expert ids, or in different orders; "
-                        "expected are the ids of one router, or of one place of each token's k",
+                        "expected are the ids of one router",
                     )
                 numbers = [mask.expert for mask in masks]
                 self._refuse(
@@ -246,8 +246,9 @@ class Branches(RowRules):
             self._refuse(
                 nodes[0],
                 "and those of the other branches are not known to cut out all rows, one after the other; where each "
-                "starts at the very end of the one before, torch._check(end >= start) and "
-                "torch._check(end <= rows.shape[0]) before each rows[start:end] tell that they do",
+                "starts at the very end of the one before, and end = start + n with a count n that the host read, "
+                "torch._check(end >= start) and torch._check(end <= rows.shape[0]) before each rows[start:end] tell "
+                "that they do",
             )
 
     def _counts_rows(self, node: Node) -> bool:

@@ -5,7 +5,7 @@ are together. Where the counts are those of all pairs of a token and an expert, 
 wait for nothing.
 
     counts    of each expert, how often it is among chosen ids, none of which is any other number
-    reads     of each of the counts, or of each of their sums up to there
+    reads     of each of the counts
     asserted  what is said of these numbers is true of all counts with that sum, and is not asked any more
 """
 
@@ -70,8 +70,7 @@ def read_tables(graph: Graph) -> list[Node]:
 class KnownCounts:
     """Counts, none of them below zero, that add up to `total`.
 
-    `known` are the numbers that the host reads, as counts or sums of these; `whole` the same of all counts but the
-    last, which has the rest.
+    `known` are the counts that the host reads; `whole` the same, where the last count is the rest.
     """
 
     counts: tuple[sympy.Symbol, ...]
@@ -80,15 +79,14 @@ class KnownCounts:
     whole: Mapping[sympy.Symbol, sympy.Expr]
 
     @classmethod
-    def of(cls, reads: Sequence[Node], total: sympy.Expr, *, are_ends: bool = False) -> KnownCounts:
-        """Of the numbers that `reads` give: counts, or where the rows of each expert end. Raises NotKnownError."""
+    def of(cls, reads: Sequence[Node], total: sympy.Expr) -> KnownCounts:
+        """Of the counts that `reads` give. Raises NotKnownError."""
         counts = [sympy.Symbol(f"count_{number}", integer=True, nonnegative=True) for number in range(len(reads))]
-        forms = [sympy.Add(*counts[: number + 1]) for number in range(len(reads))] if are_ends else list(counts)
-        known = {size_expression(read): form for read, form in zip(reads, forms, strict=True)}
+        known = {size_expression(read): count for read, count in zip(reads, counts, strict=True)}
         if not all(symbol.is_Symbol for symbol in known) or len(known) != len(reads):
             raise NotKnownError
         rest = {counts[-1]: total - sympy.Add(*counts[:-1])}
-        whole = {symbol: sympy.expand(form.xreplace(rest)) for symbol, form in known.items()}
+        whole = {symbol: rest.get(count, count) for symbol, count in known.items()}
         return cls(tuple(counts), total, known, whole)
 
     def assertions(self, graph: Graph) -> Iterator[tuple[Node, bool]]:
@@ -126,11 +124,10 @@ class KnownCounts:
 def _take_out(graph: Graph, table: Node) -> None:
     """Raises NotKnownError; the graph is of no use then."""
     reads = reads_of(table)
-    are_ends = is_call(table, aten.cumsum.default)
-    total = known_total(all_arguments(table)["self"] if are_ends else table, len(reads))
+    total = known_total(table, len(reads))
     if total is None:
         raise NotKnownError
-    known = KnownCounts.of(reads, total, are_ends=are_ends)
+    known = KnownCounts.of(reads, total)
     for assertion, is_true in known.assertions(graph):
         if not is_true:
             raise NotKnownError

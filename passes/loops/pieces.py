@@ -33,17 +33,16 @@ SPLITS = {"split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"
 class Pieces:
     """What branches cut out of `source` along `dim`, in their order, `sizes` long.
 
-    `counts` are these sizes, and `ends` where the pieces end, as numbers or nodes of the graph; one of them may not be
-    known. Where the pieces are all of `source`, `table` may have their ends [experts] instead. `are_whole` says that
-    they are all of `source`, although torch does not know that their sizes add up to its size. `keeps_dim` is False
-    for `slots[e]`, which has that dimension no more.
+    `counts` are these sizes as numbers or nodes of the graph, where they are not constants. Where the pieces are all of
+    `source`, `table` may have their ends [experts] instead. `are_whole` says that they are all of `source`, although
+    torch does not know that their sizes add up to its size. `keeps_dim` is False for `slots[e]`, which has that
+    dimension no more.
     """
 
     source: Node
     dim: int
     sizes: tuple[sympy.Expr, ...]
     counts: tuple[Any, ...] | None = None
-    ends: tuple[Any, ...] | None = None
     table: Node | None = None
     keeps_dim: bool = True
     are_whole: bool = False
@@ -85,7 +84,9 @@ def _slices(nodes: Sequence[Node]) -> Pieces | None:
         if sympy.expand(size_expression(start) - size_expression(one["start"] or 0)) != size:
             return None
         sizes.append(size)
-    return Pieces(source, dim, tuple(sizes), _counts(nodes, sizes), tuple(one["end"] for one in given))
+    counts = _counts(nodes, sizes)
+    are_known = counts is not None or all(size.is_Integer for size in sizes)
+    return Pieces(source, dim, tuple(sizes), counts) if are_known else None
 
 
 def _counts(nodes: Sequence[Node], sizes: Sequence[sympy.Expr]) -> tuple[Any, ...] | None:

@@ -122,11 +122,6 @@ class RowGroups:
             return writer.emit(prims.convert_element_type.default, sums, torch.int32)
         if pieces.table is not None:
             return writer.emit(prims.convert_element_type.default, pieces.table, torch.int32)
-        counts = _table_of(pieces.counts or (), writer)
-        if counts is None and pieces.ends is not None:
-            found = _table_of(pieces.ends, writer)
-            ends = self._tensor_of(pieces.ends, writer) if found is None else found
-            return writer.emit(prims.convert_element_type.default, self._on_device(ends, writer), torch.int32)
         return writer.emit(aten.cumsum.default, self._counted(writer), 0, dtype=torch.int32)
 
     def _counted(self, writer: GraphWriter) -> Node:
@@ -164,8 +159,6 @@ def _total(pieces: Pieces, writer: GraphWriter) -> Any:
     """The sum of the sizes of `pieces`: the size of what they are cut from where that is known to be equal."""
     if pieces.are_whole or size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
         return writer.size(pieces.source, pieces.dim)
-    if pieces.ends is not None:
-        return pieces.ends[-1]
     total, *others = pieces.counts or ()
     for count in others:
         total = writer.emit(operator.add, total, count)

@@ -3,7 +3,7 @@ the next.
 
     result.index_add_(0, tokens, rows)
     result[tokens] += rows                  where each expert has a token once
-    result[tokens] = rows                   where each token has one expert
+    result[pairs] = rows                    where each pair of a token and an expert has a row
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, base_operation, is_mask, operation
+from moepass.passes.graph.operations import CASTS, base_operation, is_mask
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import Branches, RowsOfAll
 from moepass.passes.masks.chosen_rows import Chosen, expert_mask, selected_column
-from moepass.passes.rows.row_operations import VIEWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -36,6 +35,7 @@ _BY_PAIRS = (
     "selects pairs of a token and one of its experts by a mask [tokens, k]; a mask of rows is expected, as "
     "(ids == expert).any(-1), or ids.view(-1) == expert where each pair is a row"
 )
+_OTHER_SUMS = "puts the rows of experts together; expected result.index_add_(0, tokens, rows) or result[tokens] += rows"
 _OTHER_VALUES = "writes values that are not known to be one for each row that its mask selects"
 
 
@@ -86,30 +86,13 @@ class _Added:
 def sums_by_token(graph: Graph) -> list[SumByToken]:
     """Every place of `graph` where the last of several additions stands."""
     added = {one.node: one for node in list(graph.nodes) if (one := _added(node)) is not None}
-    # A loop for each place of the tokens' k is one for each choice of one expert.
-    found = _chains(added, by_choice=True)
-    covered = {node for one in found for node in _additions(one, added)}
-    rest = {node: one for node, one in added.items() if node not in covered}
-    return found + _chains(rest, by_choice=False)
-
-
-def _additions(chain: SumByToken, added: dict[Node, _Added]) -> list[Node]:
-    """The additions of `chain`, the last one first."""
-    nodes = [chain.node]
-    while nodes[-1] is not chain.start:
-        nodes.append(added[nodes[-1]].total)
-    return nodes
-
-
-def _chains(added: dict[Node, _Added], *, by_choice: bool) -> list[SumByToken]:
-    """The chains of several additions; `by_choice`, a chain ends where the next one adds for other expert ids."""
     found: list[SumByToken] = []
     totals = {one.total for one in added.values()}
     for last in added.values():
-        if last.node in totals and _next_alone(last.node, added, by_choice):
+        if last.node in totals and _next_alone(last.node, added):
             continue
         chain = [last]
-        while (before := added.get(chain[-1].total)) is not None and _next_alone(before.node, added, by_choice):
+        while (before := added.get(chain[-1].total)) is not None and _next_alone(before.node, added):
             chain.append(before)
         if len(chain) == 1:
             continue  # no loop
@@ -119,12 +102,10 @@ def _chains(added: dict[Node, _Added], *, by_choice: bool) -> list[SumByToken]:
     return found
 
 
-def _next_alone(node: Node, added: dict[Node, _Added], by_choice: bool) -> bool:
+def _next_alone(node: Node, added: dict[Node, _Added]) -> bool:
     """Whether nothing but the next addition reads `node`, which does the same with its rows."""
     following = [one for one in added.values() if one.total is node and one.goes_on_as(added[node])]
-    if len(following) != 1 or (by_choice and following[0].chosen != added[node].chosen):
-        return False
-    return set(node.users) == {following[0].node, following[0].reader} - {None}
+    return len(following) == 1 and set(node.users) == {following[0].node, following[0].reader} - {None}
 
 
 def _added(node: Node) -> _Added | None:
@@ -133,18 +114,12 @@ def _added(node: Node) -> _Added | None:
         if given["dim"] % fake_value(given["self"]).dim() != 0 or given["alpha"] != 1:
             return None
         return _Added(node, given["self"], given["index"], given["source"])
-    if is_call(node, aten.index_copy.default):
+    if is_call(node, aten.scatter_add.default, aten.index_copy.default):
         given = all_arguments(node)
         if given["dim"] % fake_value(given["self"]).dim() != 0:
             return None
-        return _overwritten(node, given["self"], given["index"], given["source"])
-    if is_call(node, aten.scatter_add.default):
-        given = all_arguments(node)
-        tokens = _rows_of_index(given["index"])
-        is_whole = str(fake_value(given["index"]).shape) == str(fake_value(given["src"]).shape)
-        if given["dim"] % fake_value(given["self"]).dim() != 0 or tokens is None or not is_whole:
-            return None
-        return _Added(node, given["self"], tokens, given["src"])
+        rows = given["src" if "src" in given else "source"]
+        return _Added(node, given["self"], given["index"], rows, refusal=_OTHER_SUMS)
     if not is_call(node, aten.index_put.default):
         return None
     given = all_arguments(node)
@@ -153,7 +128,7 @@ def _added(node: Node) -> _Added | None:
         return None
     by_mask = fake_value(indices[0]).dtype is torch.bool
     refusal = _reason_to_keep(indices[0]) if by_mask else None
-    if given["accumulate"]:
+    if given["accumulate"]:  # as Inductor writes index_add
         return _Added(node, total, indices[0], rows, refusal=refusal)
     overwritten = _overwritten(node, total, indices[0], rows)
     if base_operation(rows) in CASTS and len(rows.users) == 1:
@@ -186,23 +161,6 @@ def _overwritten(node: Node, total: Node, tokens: Node, rows: Node) -> _Added:
     if overwrites.chosen is None or overwrites.chosen.k != 1:
         return _Added(node, total, tokens, rows, refusal="overwrites rows, and does not add to them")
     return overwrites
-
-
-def _rows_of_index(index: Node) -> Node | None:
-    """The numbers of rows that `index` [rows, ..] has in all its columns."""
-    if not is_call(index, aten.expand.default):
-        return None
-    column = index.args[0]
-    assert isinstance(column, Node)
-    rows, *others = fake_value(column).shape
-    is_column = fake_value(column).dim() == fake_value(index).dim() and all(
-        size_expression(size) == 1 for size in others
-    )
-    if not is_column or size_expression(rows) != size_expression(fake_value(index).shape[0]):
-        return None
-    while fake_value(column).dim() > 1 and operation(column) in VIEWS:
-        column = column.all_input_nodes[0]
-    return column if fake_value(column).dim() == 1 else None
 
 
 def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:

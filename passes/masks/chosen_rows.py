@@ -32,17 +32,13 @@ from moepass.passes.rows.row_operations import VIEWS
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _SAME = CASTS | COPIES
-# Over the places of a token, of which one at most has the expert.
-_OVER_PLACES = {"any", "sum", "amax"}
-# They cut columns out, or all rows.
-_CUT_COLUMNS = {"slice", "split", "split_with_sizes"}
 # Types that hold every expert id.
 _ID_TYPES = (torch.int64, torch.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """Expert ids [tokens, k] as a top-k over `experts` gives them, different for each token; [tokens] for one each."""
+    """Expert ids [tokens, k] as a top-k over `experts` gives them, different for each token; [pairs] for one each."""
 
     ids: Node
     experts: int
@@ -99,8 +95,6 @@ def selected_column(node: Node) -> tuple[ExpertMask, bool] | None:
     elif is_call(node, aten.select.int):
         given = all_arguments(node)
         places, dim, column = given["self"], given["dim"], given["index"]
-    elif operation(node) in VIEWS and fake_value(node).dim() == 1:
-        places, dim, column = node.args[0], 1, 0
     else:
         return None
     if not is_call(places, aten.nonzero.default) or dim % 2 != 1:
@@ -111,8 +105,6 @@ def selected_column(node: Node) -> tuple[ExpertMask, bool] | None:
     columns = fake_value(places).shape[1]
     if columns == 1:
         return mask, True
-    if operation(node) in VIEWS:
-        return None  # all columns in one
     return mask, (cast("int", column) % columns == 0) ^ mask.is_turned
 
 
@@ -123,7 +115,7 @@ def expert_mask(node: Node) -> ExpertMask | None:
         if not isinstance(fake_value(node), torch.Tensor) or node.op != "call_function":
             return None
         base, given = base_operation(node), all_arguments(node)
-        if base in PERMUTATIONS | _OVER_PLACES | {"select", "squeeze"}:
+        if base in PERMUTATIONS | {"any", "select", "squeeze"}:
             steps.append((base, node))
         elif base in ("ne", "gt"):
             if given["other"] != 0:
@@ -151,7 +143,7 @@ def expert_mask(node: Node) -> ExpertMask | None:
             if dims.pop(dim) != 2 or given["index"] < 0:
                 return None
             expert = given["index"]
-        elif base in _OVER_PLACES | {"squeeze"}:
+        elif base in ("any", "squeeze"):
             removed = _removed_dimension(step)
             if removed is None or dims.pop(removed) != 1:
                 return None
@@ -194,10 +186,9 @@ def _one_hot(left: object, right: object) -> Chosen | None:
 
 
 def chosen_by_top_k(node: object) -> Chosen | None:
-    """`node` as the experts that a top-k, a sort or a maximum chooses in each row of scores [tokens, experts].
+    """`node` as the experts that a top-k chooses in each row of scores [tokens, experts].
 
-    Ids [tokens, k], or those of one expert each: the only ones, one of the k of each token, or all in the order of
-    tokens, each of which counts as a token then.
+    Ids [tokens, k], or all of them in the order of tokens, [tokens · k], each of which counts as a token then.
     """
     while isinstance(node, Node) and node.op == "call_function":
         if not isinstance(fake_value(node), torch.Tensor) or fake_value(node).dtype not in _ID_TYPES:
@@ -207,49 +198,15 @@ def chosen_by_top_k(node: object) -> Chosen | None:
         node = node.all_input_nodes[0]
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    base = base_operation(node)
-    is_flat = fake_value(node).dim() == 1 and operation(node) in VIEWS
-    if (of_all := node.args[0] if is_flat else _ids_of_places(node)) is not None:
-        source = chosen_by_top_k(of_all)
+    if fake_value(node).dim() == 1 and operation(node) in VIEWS:
+        source = chosen_by_top_k(node.args[0])
         return Chosen(node, source.experts) if source is not None else None
-    columns = _cut(node)
-    if base_operation(columns) in _CUT_COLUMNS:  # such as the first of all experts, sorted
-        given = all_arguments(columns)
-        source = chosen_by_top_k(given["self"])
-        is_fixed = given["dim"] % 2 == 1 and isinstance(fake_value(node).shape[-1], int)
-        is_whole = source is not None and fake_value(source.ids).dim() == 2 and is_fixed
-        return Chosen(node, source.experts) if source is not None and is_whole else None
-    chooses = node
-    if is_call(node, operator.getitem):
-        if node.args[1] != 1:
-            return None
-        (chooses,) = node.all_input_nodes
-        if base_operation(chooses) not in ("topk", "sort") and not is_call(chooses, aten.max.dim):
-            return None
-    elif base != "argmax":
+    if not is_call(node, operator.getitem) or node.args[1] != 1 or not is_call(node.args[0], aten.topk.default):
         return None
-    given = all_arguments(chooses)
+    given = all_arguments(cast("Node", node.args[0]))
     shape = fake_value(given["self"]).shape
-    is_known = given["dim"] is not None and isinstance(shape[-1], int) and isinstance(given.get("k", 1), int)
+    is_known = isinstance(shape[-1], int) and isinstance(given["k"], int)
     return Chosen(node, int(shape[1])) if len(shape) == 2 and is_known and given["dim"] % 2 == 1 else None
-
-
-def _ids_of_places(node: Node) -> Node | None:
-    """The ids [tokens, k] of which `node` has those of one place, as `ids[:, k]` and what `ids.t()` is cut into."""
-    cut = _cut(node)
-    if not is_call(cut, aten.select.int, aten.unbind.int):
-        return None
-    given = all_arguments(cut)
-    ids, dim = given["self"], given["dim"] % 2
-    while fake_value(ids).dim() == 2 and base_operation(ids) in PERMUTATIONS:
-        dim = permutation(ids)[dim]
-        ids = ids.args[0]
-    return ids if fake_value(ids).dim() == 2 and dim == 1 else None
-
-
-def _cut(node: Node) -> Node:
-    """What cuts `node` out, if that gives several pieces; else itself."""
-    return cast("Node", node.args[0]) if is_call(node, operator.getitem) else node
 
 
 def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:

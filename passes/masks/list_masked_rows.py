@@ -1,13 +1,11 @@
 """Rows that a mask of an expert selects are listed by number, as `torch.where(ids == e)` lists them.
 
-    rows[mask]                             rows[tokens]
-    rows.index_select(0, tokens)           rows[tokens]
-    result[mask] = ..                      result[tokens] = ..
-    weights[ids == e]                      weights[tokens, places]
-    (weights * (ids == e)).sum(-1)[mask]   weights[tokens, places]
+    rows[mask]           rows[tokens]
+    result[mask] = ..    result[tokens] = ..
+    weights[ids == e]    weights[tokens, places]
 
-`mask` is `(ids == e).any(-1)`, or `ids == e` where each token has one expert. What loops over experts may be written in
-is so one form less. A weight of 0 · inf or 0 · nan disappears: its token is not finite either way.
+`mask` is `(ids == e).any(-1)`, or `ids == e` where each pair of a token and an expert is a row. What loops over experts
+may be written in is so one form less.
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, is_mask
+from moepass.passes.graph.operations import is_mask
 from moepass.passes.masks.chosen_rows import ExpertMask, expert_mask, selected_column
 
 aten = torch.ops.aten
@@ -35,7 +32,7 @@ _BINDINGS = "unbacked_bindings"
 
 def list_masked_rows(module: GraphModule) -> GraphModule:
     """A copy of `module` without selections by such masks; `module` itself where there are none."""
-    if not any(map(_selects, module.graph.nodes)):
+    if not any(_mask_of(node) is not None for node in module.graph.nodes):
         return module
     changed = copy_graph_module(module)
     lists = _Lists(changed.graph)
@@ -52,11 +49,6 @@ def list_masked_rows(module: GraphModule) -> GraphModule:
     return changed
 
 
-def _selects(node: Node) -> bool:
-    """True where `node` looks up by the mask of one expert, or by an index that is one form more."""
-    return _mask_of(node) is not None or _listed_index(node) is not None
-
-
 def _mask_of(node: Node) -> ExpertMask | None:
     """The mask of one expert that `node` looks up by, or writes by."""
     index = _mask_node(node)
@@ -66,23 +58,10 @@ def _mask_of(node: Node) -> ExpertMask | None:
 
 
 def _mask_node(node: Node) -> Node | None:
-    if is_call(node, aten.masked_select.default):
-        given = all_arguments(node)
-        is_of_all = str(fake_value(given["self"]).shape) == str(fake_value(given["mask"]).shape)
-        return given["mask"] if is_of_all else None
     if not is_call(node, aten.index.Tensor, aten.index_put.default):
         return None
     (index, *others) = all_arguments(node)["indices"]
     return index if not others and index is not None and is_mask(index) else None
-
-
-def _listed_index(node: Node) -> Node | None:
-    """What a mask lists, where `node` selects rows by it with `index_select`."""
-    if not is_call(node, aten.index_select.default):
-        return None
-    given = all_arguments(node)
-    is_of_rows = given["dim"] % fake_value(node).dim() == 0 and selected_column(given["index"]) is not None
-    return given["index"] if is_of_rows else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +122,6 @@ class _Lists:
         if is_call(node, aten.nonzero.default):
             self._list_all(node, writer)
             return None
-        if _listed_index(node) is not None:
-            return writer.emit(aten.index.Tensor, given["self"], [given["index"]])
         mask = _mask_of(node)
         if mask is None:
             return None
@@ -152,13 +129,8 @@ class _Lists:
             return self._write(node, mask, writer)
         found = self._list(mask, node, fake_value(node).shape[0], writer)
         self._read_size_of(node, found)
-        if fake_value(_mask_node(node)).dim() == 2:  # type: ignore[arg-type]
-            return writer.emit(aten.index.Tensor, given["self"], found.all_places)
-        weights = None if found.places is None else _weights_of(given["self"], mask)
-        if weights is None:
-            return writer.emit(aten.index.Tensor, given["self"], [found.tokens])
-        of_pairs = writer.emit(aten.index.Tensor, weights, found.all_places)
-        return of_pairs if fake_value(node).dim() == 1 else writer.emit(aten.unsqueeze.default, of_pairs, 1)
+        is_of_pairs = fake_value(_mask_node(node)).dim() == 2  # type: ignore[arg-type]
+        return writer.emit(aten.index.Tensor, given["self"], found.all_places if is_of_pairs else [found.tokens])
 
     def _column(self, node: Node, mask: ExpertMask, are_tokens: bool, writer: GraphWriter) -> Node | None:
         """A list as the model has it, of tokens or places."""
@@ -206,36 +178,6 @@ class _Lists:
                     size = GraphWriter(self.graph, node).emit(aten.sym_size.int, found.nonzero, 0)
                 user.replace_all_uses_with(size)
                 self.graph.erase_node(user)
-
-
-def _weights_of(node: Any, mask: ExpertMask) -> Node | None:
-    """The weights [tokens, k] of which `node`, [tokens] or [tokens, 1], has those of the pairs of `mask`."""
-    if not is_call(node, aten.sum.dim_IntList):
-        return None
-    given = all_arguments(node)
-    masked = given["self"]
-    if fake_value(masked).dim() != 2 or [dim % 2 for dim in given["dim"]] != [1]:
-        return None
-    for weights, factor in _masked(masked):
-        found = expert_mask(factor)
-        is_whole = str(fake_value(weights).shape) == str(fake_value(factor).shape) == str(fake_value(masked).shape)
-        if found == mask and is_whole and fake_value(weights).dtype == fake_value(node).dtype:
-            return weights
-    return None
-
-
-def _masked(node: Node) -> list[tuple[Node, Node]]:
-    """Values and the mask of those that `node` keeps; it has 0 for the others."""
-    given = all_arguments(node)
-    base = base_operation(node)
-    pairs: list[tuple[Any, Any]] = []
-    if base == "mul":
-        pairs = [(given["self"], given["other"]), (given["other"], given["self"])]
-    elif base == "where":
-        other = given["other"]
-        number = fill_number(other) if isinstance(other, Node) else other
-        pairs = [(given["self"], given["condition"])] if number == 0 else []
-    return [(one, other) for one, other in pairs if isinstance(one, Node) and isinstance(other, Node)]
 
 
 def _is_size(value: Any) -> bool:

@@ -1,19 +1,18 @@
 """Select by sorted expert ids what a mask of chosen experts selects: its size is known before a run.
 
-A router's choice may be written as a mask [tokens, experts], and pairs of a token and an expert taken from it by
+A router's choice may be written as a mask [experts, tokens], and pairs of an expert and a token taken from it by
 `masked_select`, `nonzero` or a boolean index. How many these are, only a run tells, and the host waits for it. Where
 the mask was made from k different experts of each token, they are tokens · k, and their order is that of a stable sort.
 
 Contract
     in    a captured graph
-    out   the same graph, where every selection by such a mask, or by its transpose, is a lookup; exact. The graph as it
-          came, and a refusal, where what reads a selection takes no other size
+    out   the same graph, where every selection by such a mask is a lookup; exact. The graph as it came, and a refusal,
+          where what reads a selection takes no other size
 
 Pseudo-code
     for each selection by a mask:
-        follow the mask to `zeros.scatter(1, ids, 1)`, and ids to a top-k
-        mask [experts, tokens]: pairs sorted by expert, for each expert by token
-        mask [tokens, experts]: for each token its experts, sorted
+        follow the mask to the transpose of `zeros.scatter(1, ids, 1)`, and ids to a top-k
+        list pairs sorted by expert, for each expert by token
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassRes
 
 
 def _selected_by(node: Node) -> Mask | None:
-    """The mask that `node` selects by; None where it is none, or not one of experts."""
+    """The mask [experts, tokens] that `node` selects by; None where it is none, or not one of experts."""
     if not is_call(node, *_SELECTIONS):
         return None
     given = all_arguments(node)
@@ -88,7 +87,8 @@ def _selected_by(node: Node) -> Mask | None:
             return None
     else:
         mask = given["mask"] if is_call(node, aten.masked_select.default) else given["self"]
-    return chosen_experts(mask)
+    found = chosen_experts(mask)
+    return found if found is not None and found.is_by_expert else None
 
 
 def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
@@ -97,16 +97,10 @@ def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
     if fake_value(ids).dtype is not torch.int64:
         ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
     k = int(fake_value(ids).shape[1])
-    tokens = writer.size(ids, 0)
-    count = writer.product(tokens, k)
-    if mask.is_by_expert:
-        both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
-        expert, pair = writer.getitem(both, 0), writer.getitem(both, 1)
-        return expert, writer.emit(aten.div.Tensor_mode, pair, k, rounding_mode="floor")
-    both = writer.emit(aten.sort.stable, ids, stable=True, dim=1)
-    pairs = writer.arange(count, fake_value(ids).device)
-    tokens_of_pairs = writer.emit(aten.div.Tensor_mode, pairs, k, rounding_mode="floor")
-    return tokens_of_pairs, writer.viewed(writer.getitem(both, 0), [count])
+    count = writer.product(writer.size(ids, 0), k)
+    both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
+    expert, pair = writer.getitem(both, 0), writer.getitem(both, 1)
+    return expert, writer.emit(aten.div.Tensor_mode, pair, k, rounding_mode="floor")
 
 
 def _selected(node: Node, pairs: tuple[Node, Node], writer: GraphWriter) -> Node:

@@ -1,4 +1,4 @@
-"""The four forms of expert parallelism on real ranks, compared with all experts in one process."""
+"""The three forms of expert parallelism on real ranks, compared with all experts in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.processes.ranks import RankError, run_ranks
 
 FORMS = tuple(EP_FORMS)
 DTYPES = (torch.float32, torch.bfloat16)
-CONFIG = StackConfig(max_tokens=16)
+CONFIG = StackConfig()
 # Sums over ranks add rounding errors; outputs are of the order of 1.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -194,7 +194,7 @@ def test_compiled_as_one_graph_equals_eager(form: str, case: Case, dtype: torch.
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_of_several_layers(form: str) -> None:
     # Bfloat16 and uneven shards, which the test above does not cover. With top-1 no form rounds a sum.
-    config = StackConfig(experts=5, top_k=1, normalise=False, skew=0.5, dtype=torch.bfloat16, max_tokens=16)
+    config = StackConfig(experts=5, top_k=1, normalise=False, skew=0.5, dtype=torch.bfloat16)
     batches = [torch.randn(count, config.hidden).to(config.dtype) for count in (7, 13)]
     outcomes = run_ranks(2, run_stack, form, config, batches)
     with torch.no_grad():
@@ -207,41 +207,12 @@ def test_a_model_of_several_layers(form: str) -> None:
 
 
 @torch.no_grad()
-def run_dropping(config: StackConfig, case: Case) -> torch.Tensor:
-    batch = inputs(case, config.dtype, case.tokens[dist.get_rank()], seed=dist.get_rank())
-    output: torch.Tensor = build_experts(config, "all_to_all_capacity")(*batch)
-    return output
-
-
-def test_beyond_the_capacity_the_last_tokens_of_an_expert_are_dropped() -> None:
-    case = Case(tokens=(7, 2), experts=4, top_k=2, one_expert=True)
-    config = dataclasses.replace(case.config(torch.float32), max_tokens=8, capacity_factor=0.75)
-    slots = 3  # 0.75 * 8 tokens * 2 / 4 experts
-    outputs = run_ranks(case.ranks, run_dropping, config, case)
-    for rank, output in enumerate(outputs):
-        hidden, index, weights = inputs(case, config.dtype, case.tokens[rank], seed=rank)
-        for expert in range(case.experts):
-            chosen = (index == expert).nonzero()
-            for token, choice in chosen[slots:]:
-                weights[token, choice] = 0
-        with torch.no_grad():
-            assert_close([output], [build_experts(config)(hidden, index, weights)])
-    # Every token's first choice is expert 3, so it was dropped from the fourth token on.
-    assert case.tokens[0] > slots
-
-
-@torch.no_grad()
 def messages_of_wrong_uses(config: StackConfig) -> list[str]:
     """Return the messages for wrong arguments, which every rank raises before it communicates."""
     weights = build_experts(config)
-    hidden, index, scores = inputs(Case(), config.dtype, 17, seed=0)
     uses: list[Callable[[], object]] = [
         lambda: AllReduceExperts(weights.gate_up_proj, weights.down_proj, config.experts),
         lambda: build_experts(config, "all_to_none"),
-        lambda: build_experts(dataclasses.replace(config, max_tokens=None), "all_to_all_capacity"),
-        lambda: build_experts(dataclasses.replace(config, max_tokens=0), "all_to_all_capacity"),
-        lambda: build_experts(dataclasses.replace(config, capacity_factor=0.0), "all_to_all_capacity"),
-        lambda: build_experts(config, "all_to_all_capacity")(hidden, index, scores),
     ]
     messages = []
     for use in uses:
@@ -252,15 +223,10 @@ def messages_of_wrong_uses(config: StackConfig) -> list[str]:
 
 
 def test_errors_name_the_value_and_what_would_be_right() -> None:
-    shard, form, unset, none, factor, many = run_ranks(2, messages_of_wrong_uses, CONFIG)[0]
+    shard, form = run_ranks(2, messages_of_wrong_uses, CONFIG)[0]
     assert "owns 4 of 8 experts" in shard
     assert "all_to_none" in form
-    assert "all_gather, all_reduce, all_to_all, all_to_all_capacity, local" in form
-    assert "max_tokens" in unset
-    assert "None" in unset
-    assert "max_tokens is 0; it must be 1 or more" in none
-    assert "capacity_factor is 0.0; it must be above 0" in factor
-    assert "17 tokens, but max_tokens is 16" in many
+    assert "all_gather, all_reduce, all_to_all, local" in form
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -24,14 +24,7 @@ from moepass.passes.ir.joint_groups import JointGroup
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
 from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
-from moepass.passes.parallel.match.parallel_block import (
-    OWN_IDS,
-    TRAVELLING_IDS,
-    ParallelBlock,
-    bias_after,
-    looked_up_table,
-)
-from moepass.passes.parallel.match.region_walk import reshaped
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
 from moepass.passes.rows.row_layout import ratio
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -106,12 +99,8 @@ class LocalForm(BlockWriter):
             return self._in_order_of_hops(self.block.hops.grid)
         if self.block.form == "all_to_all":
             return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
-        if self.block.form in TRAVELLING_IDS:
-            return self._rows_by_ids(sources["rows"])
         if self.block.form == "all_to_all_slots":
             return self._all_slots(sources["rows"])
-        if self.block.form == "all_to_all_capacity":
-            return self._slots_by_counts(sources["rows"], self._flat(sources["counts"]))
         return self._weighted_sum(sources["hidden"], sources["ids"])
 
     def _flat(self, counts: Node) -> Node:
@@ -129,22 +118,19 @@ class LocalForm(BlockWriter):
 
         So experts come in another order than in the bank.
         """
-        rows, counts = self.block.sources["rows"], self.block.sources.get("counts")
-        axes = [grid.first.ranks, grid.second.ranks]
+        rows, axes = self.block.sources["rows"], [grid.first.ranks, grid.second.ranks]
         if self.block.form == "all_to_all":
-            assert counts is not None
             every = self.arange(self.block.experts, fake_value(rows).device)
             numbers = self._transposed(every, axes[::-1])
             total = self._size(fake_value(rows).shape[0])
-            chosen = self.emit(aten.repeat_interleave.Tensor, self._flat(counts), output_size=total)
+            chosen = self.emit(
+                aten.repeat_interleave.Tensor, self._flat(self.block.sources["counts"]), output_size=total
+            )
             sorted_ids, order = self._sorted(self.emit(aten.index.Tensor, numbers, [chosen]))
             rows = self.emit(aten.index.Tensor, rows, [order])
             outputs = self._experts(rows, self._ends(sorted_ids), lambda: sorted_ids)
             return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
-        slots = self._transposed(rows, axes)
-        if counts is None:
-            return self._transposed(self._all_slots(slots), axes[::-1])
-        return self._transposed(self._slots_by_counts(slots, self._transposed(self._flat(counts), axes)), axes[::-1])
+        return self._transposed(self._all_slots(self._transposed(rows, axes)), axes[::-1])
 
     def _transposed(self, value: Node, axes: list[int]) -> Node:
         """`value` [axes[0] * axes[1] * n, ..] as [axes[1] * axes[0] * n, ..]."""
@@ -157,32 +143,6 @@ class LocalForm(BlockWriter):
         every = self.arange(self.block.experts, fake_value(rows).device)
         chosen = self.emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
         return self.emit(aten.index.Tensor, every, [chosen])
-
-    def _rows_by_ids(self, rows: Node) -> Node:
-        """Rows in any order, and the expert of each of them, as the block was about to send it."""
-        sorted_ids, order = self._sorted(self._sent_ids())
-        self.travelling = tuple(self.emit(aten.index.Tensor, node, [order]) for node in self.block.travelling)
-        rows = self.emit(aten.index.Tensor, rows, [order])
-        outputs = self._experts(rows, self._ends(sorted_ids), lambda: sorted_ids)
-        return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
-
-    def _sent_ids(self) -> Node:
-        """The expert of each row, among those of all ranks."""
-        exchange, count = self.block.id_exchange, self.block.exchanges[0]
-        assert exchange is not None
-        ids = exchange.input
-        if fake_value(ids).dtype != torch.int64:
-            ids = self.emit(prims.convert_element_type.default, ids, torch.int64)
-        if self.block.form != OWN_IDS:
-            return ids
-        ranks, own = self.block.group.ranks, len(self.block.own_experts)
-        counts = self._flat(reshaped(count.input))
-        if fake_value(counts).shape[0] != ranks:
-            counts = self.emit(aten.sum.dim_IntList, self.emit(aten.view.default, counts, [ranks, own]), [1])
-        rank_of = self.emit(
-            aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(exchange.input).shape[0])
-        )
-        return self.emit(aten.add.Tensor, ids, self.emit(aten.mul.Tensor, rank_of, own))
 
     def _ends(self, sorted_ids: Node) -> Node:
         """Where the rows of each expert end."""
@@ -208,26 +168,6 @@ class LocalForm(BlockWriter):
     def _expert_of_each_slot(self, slots: Node, each: Any) -> Node:
         every = self.emit(aten.unsqueeze.default, self.arange(self.block.experts, fake_value(slots).device), -1)
         return self.emit(aten.reshape.default, self.emit(aten.expand.default, every, [self.block.experts, each]), [-1])
-
-    def _slots_by_counts(self, slots: Node, counts: Node) -> Node:
-        """Slots of a fixed number for each expert, the first `counts` of them filled; empty ones give zeros."""
-        experts, value = self.block.experts, fake_value(slots)
-        capacity = int(value.shape[0]) // experts
-        device = value.device
-        # A count beyond the capacity means that all slots are filled, no more.
-        counts = self.emit(aten.clamp_max.default, self.emit(aten.clamp_min.default, counts, 0), capacity)
-        position = self.arange(capacity, device)
-        self.sized.update((counts, position))
-        empty = self.emit(aten.ge.Tensor, position, self.emit(aten.unsqueeze.default, counts, -1))
-        every = self.emit(aten.unsqueeze.default, self.arange(experts, device), -1)
-        nobody = self.emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
-        ids = self.emit(aten.view.default, self.emit(aten.where.self, empty, nobody, every), [-1])
-        sorted_ids, order = self._sorted(ids)
-        rows = self.emit(aten.index.Tensor, slots, [order])
-        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
-        outputs = self._experts(rows, ends, lambda: self.emit(aten.clamp_max.default, sorted_ids, experts - 1))
-        outputs = self._zero_unused(sorted_ids, outputs)
-        return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
 
     def _zero_unused(self, sorted_ids: Node, outputs: Node) -> Node:
         """Zeros for rows whose id is none of the experts'."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -18,7 +16,7 @@ from moepass.passes.graph.operations import CASTS, base_operation
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.near_experts import communications_before, is_size, most_nodes
-from moepass.passes.parallel.match.parallel_block import GLOBAL_IDS, OWN_IDS, ParallelBlock, expert_tensors
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -28,9 +26,6 @@ _MAKE_NUMBERS = (
     prims.iota.default, aten.arange.start_step, aten.full.default, aten.cumsum.default, aten._to_copy.default,
     prims.convert_element_type.default, aten.mul.Tensor, aten.add.Tensor,
 )  # fmt: skip
-
-# What turns the id of an expert into its number on its own rank.
-_RENUMBERS = {"remainder", "fmod", "sub", "bitwise_and", "rem"}
 
 
 def match_all_to_all(
@@ -68,21 +63,21 @@ def match_all_to_all(
             "and cast only"
         )
     is_beside = len(dispatches) == 1 and all(split_sizes(one) == split_sizes(dispatches[0]) for one in beside)
-    with_rows = [
-        one for one in counts if len(counts) == 2 and is_beside and split_sizes(one) == split_sizes(dispatches[0])
-    ]
-    if len(with_rows) == 1:
-        counts.remove(with_rows[0])
+    if is_beside:
+        check_exact_sizes(dispatches[0], counts)
+    with_rows = [one for one in counts if is_beside and split_sizes(one) == split_sizes(dispatches[0])]
+    if with_rows:
+        raise NotThisForm(
+            f"beside its rows {named(with_rows[0].node)} exchanges integers, "
+            f"{describe_shape(fake_value(with_rows[0].input))}, such as the ids of their experts; expected rows that "
+            "are sorted by expert before their exchange, and an exchange of how many rows go to each expert"
+        )
     if not is_beside or len(counts) > 1 or (not counts and not are_slots(match)):
         raise NotThisForm(_other_exchanges(floats, counts, capture))
     (dispatch,) = dispatches
     rows = dispatch.input
     sources = {"rows": rows}
-    own = match.record.experts
-    ids = _travelling_ids(with_rows[0], counts[0], rows, group, own) if with_rows else None
-    if ids is not None:
-        sources["ids"] = ids.routed
-    elif counts:
+    if counts:
         sources["counts"] = reshaped(counts[0].input)
     sources |= {f"travels_{number}": one.input for number, one in enumerate(beside)}
     if fake_value(rows).dim() != 2 or not is_size(fake_value(rows).shape[1], match.record.hidden):
@@ -90,19 +85,12 @@ def match_all_to_all(
             f"the AllToAll before its GEMMs, {named(dispatch.node)}, carries {describe_shape(fake_value(rows))}; "
             f"expected rows of tokens [., {match.record.hidden}]"
         )
-    bounds = ids.bounds if ids is not None else _bounds(counts[0] if counts else None, dispatch, group, own)
+    bounds = _bounds(counts[0] if counts else None, dispatch, group, match.record.experts)
     if split_sizes(dispatch) != split_sizes(combine)[::-1]:
         raise NotThisForm(
             f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
         )
-    # Without tokens what a rank sends is constant too: nothing.
-    static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
-    form = "all_to_all_slots" if not counts else "all_to_all_capacity" if static else "all_to_all"
-    if ids is not None:
-        form, stops = ids.form, frozenset(sources.values())
-        # Counts are computed from the ids, so the region begins with these.
-        region, _, leaves = walk_back(combine.result, place, most_nodes(group.ranks), stop_at=stops)
     tensors = expert_tensors(match, set(sources.values()), place)
     try:
         check_leaves(leaves - {*sources.values(), *tensors}, rows, place)
@@ -111,7 +99,7 @@ def match_all_to_all(
             _check_counts(sources["counts"])
         raise
     return ParallelBlock(
-        form,
+        "all_to_all" if counts else "all_to_all_slots",
         match.record.name,
         combine.group_name,
         group,
@@ -120,9 +108,20 @@ def match_all_to_all(
         tensors,
         sources,
         combine.result,
-        (*counts, *with_rows, dispatch, *beside, combine),
+        (*counts, dispatch, *beside, combine),
         tuple(region),
     )
+
+
+def check_exact_sizes(dispatch: Collective, counts: Sequence[Collective]) -> None:
+    """Raises NotThisForm where a fixed number of slots is exchanged for each rank, and how many of them are filled."""
+    # Without tokens what a rank sends is constant too: nothing.
+    if counts and all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive)):
+        raise NotThisForm(
+            f"{named(dispatch.node)} exchanges as many slots as constants say, and {named(counts[0].node)} how many of "
+            "them are filled; expected as many rows as the counts say, or slots without an exchange of counts, all of "
+            "which are computed"
+        )
 
 
 def _check_counts(counts: Node) -> None:
@@ -248,82 +247,3 @@ def _bounds_from_counts(count: Collective, group: Group, own: int) -> tuple[int,
             f"{bounds[group.rank + 1] - bounds[group.rank]}"
         )
     return tuple(bounds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TravellingIds:
-    """`routed` [tokens, k] are the ids that the router chose; `form` says what numbers are sent for them."""
-
-    form: str
-    routed: Node
-    bounds: tuple[int, ...]
-
-
-def _travelling_ids(exchange: Collective, counts: Collective, rows: Node, group: Group, own: int) -> _TravellingIds:
-    """What `exchange` sends beside `rows`. Raises NotThisForm where it is not the expert of each row.
-
-    `counts` tells the ranks how many rows come; this rank has `own` experts.
-    """
-    sent = fake_value(exchange.input)
-    before = list(_integers_before(exchange.input))
-    hop = next((one for node in before if (one := collective_of(node)) is not None), None)
-    if hop is not None:
-        raise NotThisForm(
-            f"the expert ids that {named(exchange.node)} exchanges have come by another exchange, {named(hop.node)}, "
-            "as where rows go to their experts in two hops; ids are taken on one hop only: send counts on both, or "
-            "rows in one AllToAll over a process group of all ranks that share the experts"
-        )
-    routed = next((node for node in before if _scores_of(node) is not None), None)
-    scores = None if routed is None else _scores_of(routed)
-    if routed is None or scores is None or sent.dim() != 1:
-        raise NotThisForm(
-            f"{named(exchange.node)} exchanges {describe_shape(sent)} beside its rows, which are not the ids of "
-            "experts that topk chose, one for each row; expected these, or floating point values"
-        )
-    experts = own * group.ranks
-    if fake_value(scores).shape[-1] != experts or fake_value(routed).dim() != 2:
-        raise NotThisForm(
-            f"its router chooses among {fake_value(scores).shape[-1]} experts, and this rank, of {group.ranks}, holds "
-            f"{own}; expected {experts}, and as many experts on each rank, where their ids travel with the rows"
-        )
-    pairs, chosen = (size_expression(fake_value(node).shape[0]) for node in (rows, routed))
-    if (pairs - chosen * int(fake_value(routed).shape[1])).expand() != 0:
-        raise NotThisForm(
-            f"it sends {pairs} rows and their ids, of {describe_shape(fake_value(routed))} that its router chose; "
-            "expected a row for each of them"
-        )
-    parts = set(map(str, (*counts.send, *counts.receive)))
-    numbers = fake_value(counts.input).numel()
-    if counts.kind != "all_to_all" or numbers not in (group.ranks, experts) or len(parts) != 1:
-        raise NotThisForm(
-            f"{named(counts.node)} exchanges {describe_shape(fake_value(counts.input))}, while the ids of its experts "
-            f"travel with the rows; expected an AllToAll of a count for each rank, or for each of {experts} experts"
-        )
-    path = {node for node in before if node is not routed and routed in _integers_before(node)}
-    is_renumbered = any(base_operation(node) in _RENUMBERS for node in path if node.op == "call_function")
-    return _TravellingIds(
-        OWN_IDS if is_renumbered else GLOBAL_IDS, routed, tuple(own * rank for rank in range(group.ranks + 1))
-    )
-
-
-def _integers_before(start: Node) -> Iterable[Node]:
-    """`start` and the integers that it is computed from, nearest first, not beyond what a router chose."""
-    pending, seen = [start], {start}
-    while pending:
-        node = pending.pop(0)
-        yield node
-        for used in node.all_input_nodes if _scores_of(node) is None else ():
-            value = fake_value(used)
-            values = value if isinstance(value, (tuple, list)) else (value,)
-            is_float = any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in values)
-            if used not in seen and not is_float:
-                seen.add(used)
-                pending.append(used)
-
-
-def _scores_of(node: Node) -> Node | None:
-    """The scores that `node` are the chosen experts by; None where it is nothing like that."""
-    if not is_call(node, operator.getitem) or node.args[1] != 1 or not is_call(node.args[0], aten.topk.default):
-        return None
-    (scores,) = node.args[0].all_input_nodes  # type: ignore[union-attr]
-    return scores

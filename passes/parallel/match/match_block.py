@@ -74,10 +74,9 @@ def match_block(
     if match.low_rank:
         pair = " and ".join(named(gemm.node) for gemm in match.low_rank[:2])
         raise NotThisForm(
-            f"matrices of low rank, {pair}, stand beside its weights, and cannot be added to these ahead of a run; "
-            "expected rows @ weight + (rows @ a) @ b * scale, of one type and with parameters for all of them; with "
-            "dynamic=True torch takes a Python float for one that may change, so keep the scale in a buffer, or leave "
-            "dynamic out"
+            f"matrices of low rank, {pair}, stand beside its weights, as those of LoRA do; expected one GEMM for each "
+            "matrix of an expert: merge adapters into the weights before the model is compiled (in peft: "
+            "model.merge_and_unload())"
         )
     for gemm in match.gemms:
         if gemm.weights.op != "placeholder" and not is_expert_stack(gemm.weights) and not is_computed(gemm.weights):

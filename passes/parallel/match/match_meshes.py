@@ -21,15 +21,15 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.joint_groups import JointGroup, joint_group
 from moepass.passes.ir.protocol import CaptureNotes, Group
-from moepass.passes.parallel.match.match_all_to_all import are_slots, match_all_to_all, sizes_of_rows, split_sizes
-from moepass.passes.parallel.match.near_experts import first_communication_after, is_size, most_nodes
-from moepass.passes.parallel.match.parallel_block import (
-    TRAVELLING_IDS,
-    Hops,
-    ParallelBlock,
-    PartsOfExperts,
-    expert_tensors,
+from moepass.passes.parallel.match.match_all_to_all import (
+    are_slots,
+    check_exact_sizes,
+    match_all_to_all,
+    sizes_of_rows,
+    split_sizes,
 )
+from moepass.passes.parallel.match.near_experts import first_communication_after, is_size, most_nodes
+from moepass.passes.parallel.match.parallel_block import Hops, ParallelBlock, PartsOfExperts, expert_tensors
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
 
 
@@ -126,14 +126,13 @@ def match_two_hops(
     if counts:
         sources["counts"] = reshaped(counts[0].input)
         _check_counts(hops, own)
-    static = all(isinstance(size, int) for size in (*first.send, *first.receive))
-    form = "all_to_all_slots" if not counts else "all_to_all_capacity" if static else "all_to_all"
+    check_exact_sizes(first, counts)
     if not counts:
         _check_even(hops)
     tensors = expert_tensors(match, set(sources.values()), place)
     check_leaves(leaves - {*sources.values(), *tensors}, sources["rows"], place)
     return ParallelBlock(
-        form,
+        "all_to_all" if counts else "all_to_all_slots",
         match.record.name,
         joint.name,
         joint.group,
@@ -211,11 +210,6 @@ def match_cut_experts(
     if summed.reduction != "sum":
         raise NotThisForm(f"{begins}, by {summed.reduction!r}; expected a sum")
     block = match_all_to_all(match, last, groups, place, capture, summed)
-    if block.form in TRAVELLING_IDS:
-        raise NotThisForm(
-            f"{begins}, and the ids of experts travel with its rows, in an order that those ranks may not share; send "
-            "rows sorted by expert, and how many there are of each"
-        )
     return dataclasses.replace(block, cut=PartsOfExperts(joint, summed))
 
 
@@ -231,9 +225,9 @@ def _check_exchanges(hops: Hops, exchanges: Sequence[Collective], match: BlockMa
         listed = f"{len(beside)} other exchanges, {named(beside[0].node)} first" if beside else "no other exchanges"
         raise NotThisForm(
             f"its rows come in two hops, by {named(rows[0].node)} and {named(rows[1].node)}, and there are {listed}; "
-            "expected an all_to_all_single of counts on each hop, or none where every expert has as many slots. What "
-            "travels with rows, as ids or weights, is taken on one hop only: send counts, and apply weights on the "
-            "rank that the token came from"
+            "expected an all_to_all_single of counts on each hop, or none where every expert has as many slots. Ids "
+            "of experts must not travel with rows, and weights may on one hop only: send counts, and apply weights on "
+            "the rank that the token came from"
         )
     for there, back in zip(hops.there, hops.back[::-1], strict=True):
         if split_sizes(there) != split_sizes(back)[::-1]:

@@ -25,15 +25,6 @@ from moepass.passes.parallel.match.near_experts import is_size
 aten = torch.ops.aten
 
 
-# Forms in which every expert has a fixed number of slots.
-FIXED_SLOTS = ("all_to_all_capacity", "all_to_all_slots")
-# Forms in which each row travels with its expert's id: among those of all ranks, or among those of the rank it goes to.
-GLOBAL_IDS, OWN_IDS = "all_to_all_ids", "all_to_all_own_ids"
-TRAVELLING_IDS = (GLOBAL_IDS, OWN_IDS)
-# Forms of AllToAll that send as many rows as there are.
-EXACT_SIZES = ("all_to_all", *TRAVELLING_IDS)
-
-
 @dataclasses.dataclass(frozen=True)
 class Hops:
     """How rows reach their experts in two hops: over the first axis of `grid`, from there over the second, and back.
@@ -81,12 +72,11 @@ class ParallelBlock:
     """A block of expert parallelism.
 
     `sources` are the values that the local form of the block starts from, by role:
-        all_to_all, all_to_all_capacity   `rows`, sorted by expert, and `counts`, rows by expert over all ranks
-        all_to_all_slots                  `rows`, as many for each expert, all of which are computed
-        all_to_all_ids, all_to_all_own_ids  `rows`, in any order for each rank, and `ids` [tokens, k] of the router
-        all of these                      `travels_0`, ..: what is exchanged row by row beside the rows
-        all_gather, all_reduce            `hidden`, `ids`, and `weights` of outputs, or `travels_0` where all_gather
-                                          brings them to rows between the GEMMs
+        all_to_all              `rows`, sorted by expert, and `counts`, rows by expert over all ranks
+        all_to_all_slots        `rows`, as many for each expert, all of which are computed
+        both of these           `travels_0`, ..: what is exchanged row by row beside the rows
+        all_gather, all_reduce  `hidden`, `ids`, and `weights` of outputs, or `travels_0` where all_gather brings them
+                                to rows between the GEMMs
     `sink` is the value that the local form gives. `region` is what lies between, in host order.
     `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
     `bounds` says which experts each rank holds. If the block `drops`, some of its `ids` may be `experts`: none of them.
@@ -147,11 +137,6 @@ class ParallelBlock:
     def dispatches(self) -> tuple[Collective, ...]:
         """The exchanges of the rows and of what travels with them."""
         return self.exchanges[-2 - len(self.travelling) : -1]
-
-    @property
-    def id_exchange(self) -> Collective | None:
-        """The exchange of the rows' expert ids, where these travel."""
-        return self.exchanges[-3 - len(self.travelling)] if self.form in TRAVELLING_IDS else None
 
     @property
     def own_experts(self) -> range:

@@ -7,7 +7,7 @@ import torch
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.region_walk import ancestors
 
 aten = torch.ops.aten
@@ -26,6 +26,6 @@ def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
             tokens = sympy.Mul(*leading)
             rows = size_expression(fake_value(block.sources["rows"]).shape[0])
             # Rows of fixed capacity are slots, of which there may be more or fewer than tokens fill.
-            is_plausible = block.form in FIXED_SLOTS or sympy.expand(rows - tokens * top_k) == 0
+            is_plausible = block.form == "all_to_all_slots" or sympy.expand(rows - tokens * top_k) == 0
             return tokens if is_plausible else None
     return None

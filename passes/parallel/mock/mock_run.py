@@ -26,7 +26,7 @@ from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.scenarios import Scenario
 from moepass.passes.parallel.ranges.any_padding import AnyPadding, padding_of
 from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
@@ -89,7 +89,7 @@ class MockBlock:
         self.local = local
         self.result = result
         self.region = Steps(block.region, block.sink)
-        self.local_form = Steps((*_kept(block, local, result), *local.written), result)
+        self.local_form = Steps(local.written, result)
         given = {local.rows, local.ends, *local.travelling, *([local.row_ids] if local.row_ids is not None else [])}
         self.experts = Steps.between(local.written, given, local.outputs)
         self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
@@ -101,13 +101,6 @@ class MockBlock:
 
     def shape(self, node: Node) -> list[int]:
         return [concrete(size, self.sizes) for size in fake_value(node).shape]
-
-
-def _kept(block: ParallelBlock, local: LocalForm, result: Node) -> Iterator[Node]:
-    """What the local form reads of the region: where expert ids travel, what is computed of them before they do."""
-    if block.form in TRAVELLING_IDS:
-        needed = set(Steps.between((*block.region, *local.written), set(block.sources.values()), result).nodes)
-        yield from (node for node in block.region if node in needed)
 
 
 class MockRun:
@@ -161,15 +154,9 @@ class MockRun:
 
     # ------------------------------------------------------------------------------------------------------ numbers
 
-    def pairs_in_slots(self, capacity: int, experts: int) -> int:
-        return capacity * experts if self.scenario.full else min(capacity, 9)
-
-    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None, experts: int | None = None) -> int:
+    def peer_pairs(self, peer: int, own_pairs: int, experts: int | None = None) -> int:
         """How many pairs the rank `peer` brings for this rank's experts, or for that many `experts`."""
         experts = len(self.block.own_experts) if experts is None else experts
-        if capacity is not None:
-            most = self.pairs_in_slots(capacity, experts)
-            return most if self.scenario.full else min(self.scenario.peer_pairs, most)
         if self.scenario.load and peer == 0:
             return min(max(self.scenario.load * own_pairs, 4), max(MOST_ROWS, own_pairs))
         return experts if self.scenario.full else self.scenario.peer_pairs

@@ -27,7 +27,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import SYMBOL_SIZES, MockBlock
 from moepass.passes.parallel.mock.small_copy import BlockCopier, SmallCopy
@@ -52,7 +52,7 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
     rows = fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
     if not isinstance(rows, torch.SymInt):  # slots
         return None
-    if block.form in FIXED_SLOTS:
+    if block.form == "all_to_all_slots":
         tokens = ratio(sympy.expand(size_expression(rows)), sympy.Integer(block.experts))
         if tokens is None:
             return None
@@ -60,7 +60,9 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
         routed = routed_tokens(block)
         tokens = sympy.expand(size_expression(rows) if routed is None else routed)
     # How many slots there are is known where they are filled, also where the host reads what ranks agreed on.
-    is_known = block.form in FIXED_SLOTS or not any(map(rows.node.shape_env.is_unbacked_symint, tokens.free_symbols))
+    is_known = block.form == "all_to_all_slots" or not any(
+        map(rows.node.shape_env.is_unbacked_symint, tokens.free_symbols)
+    )
     return tokens if is_known and tokens.atoms(Application) else None
 
 

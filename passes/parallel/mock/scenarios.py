@@ -18,8 +18,8 @@ class Scenario:
     """How tokens are routed in one run.
 
     `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
-    the first one `load` times as many as this rank where that is not 0, and all bring as many as fit where slots are
-    `full`. Where rows are padded, each expert gets at most `padding` rows; without a number what the block itself adds.
+    the first one `load` times as many as this rank where that is not 0, and all bring one for each expert where `full`.
+    Where rows are padded, each expert gets at most `padding` rows; without a number what the block itself adds.
     """
 
     name: str

@@ -33,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.node_arguments import replace_numbers
 from moepass.passes.graph.nodes import fake_value, map_nodes
-from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, Hops
+from moepass.passes.parallel.match.parallel_block import Hops
 from moepass.passes.parallel.mock.feature_flow import tells_features_apart
 from moepass.passes.parallel.mock.mock_run import MockBlock, MockRun
 from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
@@ -81,7 +81,7 @@ def small_copies(
         # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
         # of a single token, torch writes what holds for no other number of them.
         is_single = scale.growing is not None and scale.growing.captured == 1
-        if found and mock.block.form not in FIXED_SLOTS and not is_single:
+        if found and mock.block.form != "all_to_all_slots" and not is_single:
             return
     if not found:
         raise NoSmallCopy(reason or "nothing in it can be smaller")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.parallel.match.parallel_block import EXACT_SIZES, FIXED_SLOTS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import MOST_ROWS, MockBlock, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
@@ -153,9 +153,9 @@ def _most_rows(mock: MockBlock, scale: Scale) -> int:
     block, growing, ranks = mock.block, scale.growing, mock.block.group.ranks
     own = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
     times = 1 if block.hops is None else 2  # what is passed on beside what comes
-    if block.form in EXACT_SIZES:
+    if block.form == "all_to_all":
         return int(own + times * (max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts))))
-    if block.form in FIXED_SLOTS:
+    if block.form == "all_to_all_slots":
         return int((1 + times) * own)
     top_k = int(fake_value(block.sources["ids"]).shape[1])
     most = max(scenario.load for scenario in SCENARIOS) * own + 3
@@ -169,7 +169,7 @@ def _growing(block: ParallelBlock) -> Growing | None:
     if not isinstance(source, int) or source == 0:
         return None
     owned = {stop - start for start, stop in itertools.pairwise(block.bounds)}
-    if block.form in FIXED_SLOTS:
+    if block.form == "all_to_all_slots":
         slots = source // experts
         factors = {
             1,
@@ -179,7 +179,7 @@ def _growing(block: ParallelBlock) -> Growing | None:
             *(count * own for count in block.rank_counts for own in owned),
         } - {0}
         return None if slots * experts != source else _sized(slots, SMALL_SLOTS, experts, factors)
-    if block.form in EXACT_SIZES:
+    if block.form == "all_to_all":
         tokens = routed_tokens(block)
         known = tokens is not None and tokens.is_Integer and tokens > 0 and source % int(tokens) == 0
         each = source // int(tokens) if known and tokens is not None else 1

@@ -6,7 +6,7 @@ Contract
     Which of the two, all ranks say the same (`PartsOfExperts.by_expert`). The rows themselves may differ
     the sum goes back in the place of each row's output; of the rank's own rows it is that of its peers on both axes
 
-What the others add differs from row to row, and is nothing for empty slots.
+What the others add differs from row to row.
 """
 
 from __future__ import annotations
@@ -60,5 +60,4 @@ class AddedParts:
 
 
 def _added(run: MockRun, part: SentRows) -> torch.Tensor:
-    added = run.random_rows(len(part.rows), run.mock.widths[-1][1])
-    return added * part.filled().unsqueeze(-1)
+    return run.random_rows(len(part.rows), run.mock.widths[-1][1])

@@ -6,7 +6,6 @@ the contract too:
 
     all_to_all      a rank is sent, rank by rank, rows sorted by expert and how many there are of each expert; it sends
                     back each row's output in the same place
-    .. with ids     the same with rows in any order, each with its expert's id (ids_exchange.py)
     .. in two hops  the same, and a rank passes on what ranks of one axis send to those of the other (two_hops.py)
     .. of cut experts  the same, and a rank adds up outputs with those that hold other parts (added_parts.py)
     partial sums    a rank adds up, for every token of every rank, what its own experts contribute
@@ -27,11 +26,10 @@ from torch.nn import functional as F
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
-from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun, no_collectives
 from moepass.passes.parallel.proof.added_parts import AddedParts
 from moepass.passes.parallel.proof.demands import demand, equal
-from moepass.passes.parallel.proof.ids_exchange import check_ids_exchange
 from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
 from moepass.passes.parallel.proof.two_hops import check_two_hops
 
@@ -40,9 +38,7 @@ def check_run(run: MockRun) -> None:
     """Raises ContractBroken where the block, or its local form, does not follow the contract in this run."""
     scenario = run.scenario
     try:
-        if run.block.form in TRAVELLING_IDS:
-            check_ids_exchange(run)
-        elif run.block.hops is not None:
+        if run.block.hops is not None:
             check_two_hops(run)
         elif run.block.form.startswith("all_to_all"):
             _check_exchange(run)
@@ -70,12 +66,11 @@ def _check_exchange(run: MockRun) -> None:
     """Check that what this rank sends, and what it sends back for the rows of others, follows the contract."""
     block = run.block
     rows_node, counts_node = block.sources["rows"], block.sources.get("counts")
-    slots = run.mock.shape(rows_node)[0]
-    capacity = None if block.form == "all_to_all" else slots // block.experts
-    own_pairs = slots if capacity is None else run.pairs_in_slots(capacity, block.experts)
-    own = SentRows.draw(run, run.scenario.own, own_pairs, range(block.experts), capacity)
+    pairs = run.mock.shape(rows_node)[0]
+    capacity = None if block.form == "all_to_all" else pairs // block.experts
+    own = SentRows.draw(run, run.scenario.own, pairs, range(block.experts), capacity)
     peers = [
-        SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, own_pairs, capacity), block.own_experts, capacity)
+        SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, pairs), block.own_experts, capacity)
         for peer in range(block.group.ranks)
     ]
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):

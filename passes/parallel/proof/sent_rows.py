@@ -13,12 +13,11 @@ from moepass.passes.parallel.mock.mock_run import MockRun, repeat_each
 
 @dataclasses.dataclass(frozen=True)
 class SentRows:
-    """Rows sorted by expert and `counts` [E] of them; with a capacity, that many slots for each of `experts`."""
+    """Rows for `experts`, sorted by expert, and `counts` [E] of them."""
 
     rows: torch.Tensor
     counts: torch.Tensor
     experts: range
-    capacity: int | None
     travelling: tuple[torch.Tensor, ...]
     # What the rank tells of its counts for the experts of all ranks, where it does.
     all_counts: torch.Tensor
@@ -31,20 +30,18 @@ class SentRows:
         experts: range,
         capacity: int | None,
     ) -> SentRows:
+        """`pairs` rows, or `capacity` of each expert where every one has that many."""
         total = run.block.experts
         counts = torch.zeros(total, dtype=torch.int64)
-        if len(experts):
-            chosen = experts.start + draw(run.generator, pairs, len(experts))
-            counts = torch.bincount(chosen, minlength=total)
-        width = run.mock.widths[0][0]
-        number = pairs if len(experts) else 0
         if capacity is not None:
-            number, counts = len(experts) * capacity, counts.clamp(max=capacity)
-            if run.block.form == "all_to_all_slots":
-                counts[experts.start : experts.stop] = capacity
+            counts[experts.start : experts.stop] = capacity
+        elif len(experts):
+            counts = torch.bincount(experts.start + draw(run.generator, pairs, len(experts)), minlength=total)
+        number = int(counts.sum())
         all_counts = torch.randint(0, 5, (total,), generator=run.generator)
         all_counts[experts.start : experts.stop] = counts[experts.start : experts.stop]
-        return SentRows(run.random_rows(number, width), counts, experts, capacity, _beside(run, number), all_counts)
+        rows = run.random_rows(number, run.mock.widths[0][0])
+        return SentRows(rows, counts, experts, _beside(run, number), all_counts)
 
     def part_of(self, experts: range, bounds: Sequence[int], rank: int) -> SentRows:
         """What goes to the experts of one rank."""
@@ -52,7 +49,7 @@ class SentRows:
         counts = torch.zeros_like(self.counts)
         counts[experts.start : experts.stop] = self.counts[experts.start : experts.stop]
         rows, *travelling = (beside.split(sizes)[rank] for beside in (self.rows, *self.travelling))
-        return SentRows(rows, counts, experts, self.capacity, tuple(travelling), self.counts)
+        return SentRows(rows, counts, experts, tuple(travelling), self.counts)
 
     def among(self, experts: range) -> SentRows:
         """What goes to `experts` of those that it goes to."""
@@ -61,24 +58,15 @@ class SentRows:
         counts = torch.zeros_like(self.counts)
         counts[experts.start : experts.stop] = self.counts[experts.start : experts.stop]
         _, rows, _ = self.rows.split(self.sizes_by_rank(bounds))
-        return SentRows(rows, counts, experts, self.capacity, (), self.all_counts)
+        return SentRows(rows, counts, experts, (), self.all_counts)
 
     def sizes(self) -> list[int]:
-        """How many rows there are of each expert, empty slots included."""
+        """How many rows there are of each expert."""
         return self.sizes_by_rank(range(self.experts.start, self.experts.stop + 1))
 
     def sizes_by_rank(self, bounds: Sequence[int]) -> list[int]:
-        if self.capacity is not None:
-            return [(stop - start) * self.capacity for start, stop in itertools.pairwise(bounds)]
         before = [0, *self.counts.cumsum(0).tolist()]
         return [before[stop] - before[start] for start, stop in itertools.pairwise(bounds)]
-
-    def filled(self) -> torch.Tensor:
-        """Which of the rows are rows, and not slots without one."""
-        if self.capacity is None:
-            return torch.ones(len(self.rows), dtype=torch.bool)
-        counts = self.counts[self.experts.start : self.experts.stop]
-        return (torch.arange(self.capacity) < counts.unsqueeze(-1)).view(-1)
 
 
 def by_expert(parts: Sequence[SentRows], values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -93,16 +81,12 @@ def _beside(run: MockRun, rows: int) -> tuple[torch.Tensor, ...]:
 
 
 def expert_outputs(run: MockRun, parts: Sequence[SentRows], numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """What the experts give for `parts`, one after the other: each row's output in its place, zeros for empty slots.
+    """What the experts give for `parts`, one after the other: each row's output in its place.
 
     `numbers` are those of the experts where rows are sorted by expert in another order.
     """
-    rows, filled = torch.cat([part.rows for part in parts]), torch.cat([part.filled() for part in parts])
     numbers = torch.arange(run.block.experts) if numbers is None else numbers
     experts = numbers.repeat(len(parts))
     ids = repeat_each(experts, torch.cat([part.counts for part in parts]))
-    travelling = [torch.cat(beside)[filled] for beside in zip(*(part.travelling for part in parts), strict=True)]
-    found = run.experts(rows[filled], ids, travelling)
-    outputs = torch.zeros(len(rows), found.shape[1], dtype=torch.float64)
-    outputs[filled] = found
-    return outputs
+    travelling = [torch.cat(beside) for beside in zip(*(part.travelling for part in parts), strict=True)]
+    return run.experts(torch.cat([part.rows for part in parts]), ids, travelling)

@@ -46,10 +46,9 @@ class _HopExchange:
         block, hops = run.block, run.block.hops
         assert hops is not None
         self._run, self._hops, self._grid = run, hops, hops.grid
-        slots = run.mock.shape(block.sources["rows"])[0]
-        self._capacity = None if block.form == "all_to_all" else slots // block.experts
+        own_pairs = run.mock.shape(block.sources["rows"])[0]
+        self._capacity = None if block.form == "all_to_all" else own_pairs // block.experts
         self._each = len(block.own_experts)
-        own_pairs = slots if self._capacity is None else run.pairs_in_slots(self._capacity, block.experts)
         self.own = SentRows.draw(run, run.scenario.own, own_pairs, range(block.experts), self._capacity)
         first, second = self._grid.first, self._grid.second
         passed, arriving = self._experts_at(first.rank), self._experts_at(first.rank, second.rank)
@@ -62,7 +61,7 @@ class _HopExchange:
         ]
 
     def _draw(self, peer: int, own_pairs: int, experts: range) -> SentRows:
-        pairs = self._run.peer_pairs(peer, own_pairs, self._capacity, len(experts))
+        pairs = self._run.peer_pairs(peer, own_pairs, len(experts))
         return SentRows.draw(self._run, self._run.scenario.peers, pairs, experts, self._capacity)
 
     def _experts_at(self, first: int, second: int | None = None) -> range:

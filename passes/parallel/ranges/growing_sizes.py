@@ -24,7 +24,7 @@ from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import operation
-from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.value_range import Range
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def structural_numbers(block: ParallelBlock) -> frozenset[int]:
     slots, experts, those of each rank, and these times ranks. Where rows take two hops, ranks are those of each too.
     """
     each = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
-    if block.form in FIXED_SLOTS:
+    if block.form == "all_to_all_slots":
         each += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
     return frozenset(ranks * number for ranks in (1, *block.rank_counts) for number in (1, *each))
 

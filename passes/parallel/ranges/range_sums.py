@@ -17,7 +17,6 @@ from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation
-from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS
 from moepass.passes.parallel.ranges.growing_sizes import CHANGE, grows_in_size, size_along
 from moepass.passes.parallel.ranges.joint_truths import is_single
 from moepass.passes.parallel.ranges.range_arithmetic import RangeArithmetic
@@ -65,7 +64,7 @@ class RangeSums(RangeArithmetic):
 
     def is_of_tokens(self, number: float) -> bool:
         """Whether a graph for a fixed number of tokens has so many of what another has a growing number of."""
-        each = {tokens // self.block.experts for tokens in self.tokens if self.block.form in FIXED_SLOTS}
+        each = {tokens // self.block.experts for tokens in self.tokens if self.block.form == "all_to_all_slots"}
         return any(number == tokens * times for tokens in (*self.tokens, *each) for times in self.structural)
 
     def copied(self, node: Node, found: Range) -> Range:

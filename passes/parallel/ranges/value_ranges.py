@@ -45,7 +45,7 @@ from moepass.passes.graph.operations import (
     is_mask,
     operation,
 )
-from moepass.passes.parallel.match.parallel_block import GLOBAL_IDS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.exact_types import check_type
 from moepass.passes.parallel.ranges.growing_sizes import (
@@ -145,16 +145,14 @@ class ValueRanges(RangeSums):
     # --------------------------------------------------------------------------------------------------- inputs
 
     def _add_sources(self) -> None:
-        sources, experts = self.block.sources, self.block.experts
+        sources = self.block.sources
         if "ids" in sources:
             self.ranges[sources["ids"]] = Range(0, self.block.id_values - 1, Kind.CHOSEN, sources["ids"])
             # A graph for no tokens has no ids of its own, and may have those of other ranks.
             if not _has_nothing(sources["ids"]):
                 self.tried.require_all(sources["ids"], self.block.id_values)
         if "counts" in sources:
-            slots = fake_value(sources["rows"]).shape[0]
-            fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
-            self.ranges[sources["counts"]] = Range(0, slots // experts, Kind.BOUND) if fixed else COUNT
+            self.ranges[sources["counts"]] = COUNT
 
     # --------------------------------------------------------------------------------------------------- ranges
 
@@ -203,9 +201,6 @@ class ValueRanges(RangeSums):
             return self._counted(node, base, arguments)
         if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
             given = self.range_of(node.args[0])
-            exchange = self.block.id_exchange
-            if exchange is not None and node is exchange.node:
-                return self._arriving_ids(node)
             if given.kind is Kind.CHOSEN:
                 self.tried.require_all(node, self.block.id_values)
             # Values from other ranks were computed from their tokens.
@@ -232,13 +227,6 @@ class ValueRanges(RangeSums):
                 f"{node.name} ({node.target}) rounds up what may be below 0, or nobody has written; {CHANGE}"
             )
         return growing(joined(*given))
-
-    def _arriving_ids(self, node: Node) -> Range:
-        """The ids of rows that come to this rank's experts."""
-        own = self.block.own_experts
-        first = own.start if self.block.form == GLOBAL_IDS else 0
-        self.tried.require_all(node, len(own), first)
-        return Range(first, first + len(own) - 1, Kind.CHOSEN, node)
 
     def _item(self, node: Node) -> Range:
         source, position = node.args

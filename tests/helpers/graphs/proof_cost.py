@@ -46,9 +46,7 @@ def main() -> None:
     form, mode = sys.argv[1:3]
     tokens, hidden, width, experts, top_k, ranks = map(int, sys.argv[3:])
     torch.set_num_threads(1)
-    config = StackConfig(
-        layers=1, hidden=hidden, width=width, experts=experts, top_k=top_k, max_tokens=tokens, dtype=torch.bfloat16
-    )
+    config = StackConfig(layers=1, hidden=hidden, width=width, experts=experts, top_k=top_k, dtype=torch.bfloat16)
     rank = ranks // 2
     captured = capture(config, form, rank, ranks, tokens, dynamic=mode == "dynamic", moe_alone=True)
     captured = dataclasses.replace(captured, inputs=())

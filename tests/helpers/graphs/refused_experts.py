@@ -9,7 +9,7 @@ from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import capture
 from tests.helpers.models.moe_stack import StackConfig
 
-CONFIG = StackConfig(layers=1, max_tokens=12)
+CONFIG = StackConfig(layers=1)
 
 
 def refusal_of_experts(

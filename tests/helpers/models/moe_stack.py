@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.expert_placement import ExpertPlacement
-from moepass.models.reference.expert_parallel import EP_FORMS, CapacityAllToAllExperts
+from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.reference.grouped_experts import GroupedExperts
 
 LOCAL = "local"
@@ -38,8 +38,6 @@ class StackConfig:
             to few experts.
         dtype: Type of weights and hidden states.
         seed: Seed of all weights.
-        max_tokens: Argument of `CapacityAllToAllExperts`; ignored by other forms.
-        capacity_factor: Argument of `CapacityAllToAllExperts`; ignored by other forms.
     """
 
     layers: int = 2
@@ -51,8 +49,6 @@ class StackConfig:
     skew: float = 0.0
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    max_tokens: int | None = None
-    capacity_factor: float | None = None
 
 
 class ExpertRouter(nn.Module):
@@ -122,7 +118,7 @@ def build_stack(config: StackConfig, form: str = LOCAL, group: ProcessGroup | No
         group: The process group, as in `ShardedExperts`.
 
     Raises:
-        InputError: If `form` is unknown, or needs `max_tokens` and has none.
+        InputError: If `form` is unknown.
     """
     dense = [_linear(config, _generator(config.seed, layer, 0)) for layer in range(config.layers)]
     routers = [_router(config, _generator(config.seed, layer, 1)) for layer in range(config.layers)]
@@ -141,12 +137,7 @@ def build_experts(
     group = group or c10d._get_default_group()
     owned = ExpertPlacement(config.experts, group.size(), group.rank()).owned
     weights = _expert_weights(config, owned, layer)
-    chosen = EP_FORMS[form]
-    if not issubclass(chosen, CapacityAllToAllExperts):
-        return chosen(*weights, config.experts, group)
-    if config.max_tokens is None:
-        raise InputError(f"the form {form} needs max_tokens, the largest number of tokens of any rank; it is None")
-    return chosen(*weights, config.experts, group, max_tokens=config.max_tokens, capacity_factor=config.capacity_factor)
+    return EP_FORMS[form](*weights, config.experts, group)
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -18,7 +18,7 @@ from moepass.runtime.transfer.ring import Ring
 from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 FORBIDDEN = ("_c10d_functional", "aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
-SMALL = StackConfig(layers=2, max_tokens=32)
+SMALL = StackConfig(layers=2)
 
 
 def compile_whole(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import moepass
 from tests.helpers.graphs.backend_helper import Stack
 from tests.helpers.models.moe_stack import StackConfig, build_stack
 
-SMALL = StackConfig(layers=2, max_tokens=32)
+SMALL = StackConfig(layers=2)
 
 
 def compiled_model(model: nn.Module, **options: Any) -> Callable[..., Any]:

@@ -101,13 +101,6 @@ class SelectedLoop(MaskLoop):
         return result
 
 
-class LoopOfSums(SelectedLoop):
-    """Rows are accumulated by `index_put_`."""
-
-    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        return result.index_put_((token,), rows, accumulate=True)
-
-
 class AnyPlace(MaskLoop):
     """Rows are selected by a mask of tokens, and weights by the mask of all pairs."""
 
@@ -139,20 +132,16 @@ class FlatPairs(MaskLoop):
 
 
 class OneExpert(MaskLoop):
-    """A loop in which each token has the expert of its largest score."""
+    """A loop in which each token has one expert."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.largest(self.router(hidden).softmax(dim=-1))
+        weights, chosen = self.router(hidden).softmax(dim=-1).topk(1, dim=-1)
+        weights, chosen = weights.squeeze(-1), chosen.squeeze(-1)
         result = torch.empty_like(hidden)
         for number in self.order:
             mask = chosen == number
             result[mask] = self.module_of(number)(hidden[mask]) * weights[mask].unsqueeze(-1)
         return result
-
-    def largest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return expert ids and weights, both [tokens]."""
-        weights, chosen = scores.max(dim=-1)
-        return chosen, weights
 
 
 class LastExpertStays(AnyPlace):
@@ -164,33 +153,4 @@ class LastExpertStays(AnyPlace):
         for number in self.order:
             mask = (chosen == number).any(dim=-1)
             result[mask] = self.module_of(number)(hidden[mask])
-        return result
-
-
-class SummedWeights(MaskLoop):
-    """A loop that sums the weights of a token, 0 for experts it has not chosen, and selects rows afterwards."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.route(hidden)
-        result = self.start(hidden)
-        for number in self.order:
-            mask = (chosen == number).any(dim=-1)
-            result[mask] += self.module_of(number)(hidden[mask]) * self.scales(weights, chosen == number)[mask]
-        return result
-
-    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each token [tokens, 1] for the expert that `pairs` [tokens, k] mark."""
-        return (weights * pairs).sum(dim=-1, keepdim=True)
-
-
-class PlaceByPlace(MaskLoop):
-    """A loop over experts for the first choice of all tokens, then for the second."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.route(hidden)
-        result = self.start(hidden)
-        for choice in range(self.top_k):
-            for number in self.order:
-                mask = chosen[:, choice] == number
-                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, choice].unsqueeze(-1)
         return result

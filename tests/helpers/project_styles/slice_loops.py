@@ -94,7 +94,7 @@ class UncheckedSlices(SlicesByCounts):
         return counts.tolist()  # type: ignore[no-any-return]
 
 
-class SlicesByEnds(Routed):
+class SlicesWithBiases(Routed):
     """Experts with biases, norms, a scale of each expert, GELU and a softmax along features."""
 
     def __init__(self) -> None:
@@ -105,9 +105,8 @@ class SlicesByEnds(Routed):
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs, start = [], 0
-        ends = counts.cumsum(0).tolist()
-        for number, end in enumerate(ends):
-            torch._check(end >= start)
+        for number, size in enumerate(read_counts(counts)):
+            end = start + size
             torch._check(end <= rows.shape[0])
             inner = F.layer_norm(F.gelu(self.up[number](rows[start:end])), (WIDTH,))
             outputs.append(self.down[number](inner.softmax(-1) * self.scale[number]))

@@ -14,7 +14,6 @@ from moepass.passes.ir.protocol import PassResult
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.masks.sort_masks import sort_masks
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
-from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
 from moepass.passes.slots.compute_read_slots import compute_read_slots
 from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
@@ -24,8 +23,6 @@ from tests.helpers.graphs.simulated_ranks import Captured, capture_module, hidde
 from tests.helpers.project_styles.converted_style import FlatWeights, MasterWeights, ScaledModules
 from tests.helpers.project_styles.exact_style import SlicesOfModules, SplitOfStacks
 from tests.helpers.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
-from tests.helpers.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
-from tests.helpers.project_styles.low_rank_style import LowRankModules
 from tests.helpers.project_styles.megatron_style import MaskedDispatch
 from tests.helpers.project_styles.overlap_style import OverlappedHalves, OverlappedModules
 from tests.helpers.project_styles.padded_style import (
@@ -52,9 +49,6 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "master weights": (MasterWeights, "all_to_all"),
     "flat weights": (FlatWeights, "all_to_all"),
     "scaled modules": (ScaledModules, "all_to_all"),
-    "low rank": (LowRankModules, "all_to_all"),
-    "global ids": (GlobalIdsTravel, "all_to_all_ids"),
-    "local ids": (LocalIdsTravel, "all_to_all_own_ids"),
     "overlapped halves": (OverlappedHalves, "all_to_all"),
     "overlapped modules": (OverlappedModules, "all_to_all"),
     "padded by search": (PaddedBySearch, "all_to_all"),
@@ -66,8 +60,8 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
 # Forms in which every rank must have the same number of tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
 PASSES = (
-    sort_masks, leave_out_padding, write_grouped_gemms, group_exchanged_slots, merge_low_rank,
-    eliminate_expert_parallelism, split_low_rank, look_up_one_hots, compute_read_slots,
+    sort_masks, leave_out_padding, write_grouped_gemms, group_exchanged_slots, eliminate_expert_parallelism,
+    look_up_one_hots, compute_read_slots,
 )  # fmt: skip
 SIZES = StyleSizes()
 

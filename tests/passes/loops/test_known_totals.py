@@ -14,7 +14,7 @@ from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
 from tests.helpers.graphs.rewritten_loops import rewrite_loop
 from tests.helpers.project_styles.local_loops import EXPERTS, HIDDEN, TOP_K
-from tests.helpers.project_styles.slice_loops import SlicesByCounts, SlicesByEnds, read_counts
+from tests.helpers.project_styles.slice_loops import SlicesByCounts, SlicesWithBiases, read_counts
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -85,7 +85,9 @@ def count_host_reads(model: nn.Module) -> int:
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
-    "model", [SlicesByCounts, SlicesByEnds, Counted, ByMask, ByHistogram, OfSortedIds], ids=lambda model: model.__name__
+    "model",
+    [SlicesByCounts, SlicesWithBiases, Counted, ByMask, ByHistogram, OfSortedIds],
+    ids=lambda model: model.__name__,
 )
 def test_counts_with_a_known_total_are_not_read(model: type[nn.Module]) -> None:
     torch.manual_seed(0)

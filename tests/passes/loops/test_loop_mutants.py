@@ -16,16 +16,13 @@ from tests.helpers.project_styles.local_loops import (
     MixtralLoop,
     NonzeroLoop,
     OneExpert,
-    PlaceByPlace,
     SelectedLoop,
-    SummedWeights,
 )
 from tests.helpers.project_styles.slice_loops import SlicesByCounts, UncheckedSlices
 
 LOOPS: dict[str, type[nn.Module]] = {
     "mixtral": MixtralLoop, "selected": SelectedLoop, "nonzero": NonzeroLoop, "slices": SlicesByCounts,
-    "unchecked slices": UncheckedSlices, "any place": AnyPlace, "summed weights": SummedWeights,
-    "flat pairs": FlatPairs, "one expert": OneExpert, "place by place": PlaceByPlace,
+    "unchecked slices": UncheckedSlices, "any place": AnyPlace, "flat pairs": FlatPairs, "one expert": OneExpert,
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from tests.helpers.project_styles.slice_loops import (
     Mlp,
     Routed,
     SlicesByCounts,
-    SlicesByEnds,
+    SlicesWithBiases,
     UncheckedSlices,
     random_weight,
     read_counts,
@@ -157,7 +157,7 @@ class SlotsNarrowed(Slots):
 
 
 TAKEN: list[type[nn.Module]] = [
-    SlicesByCounts, UncheckedSlices, SlicesAsRefusalsAsk, SlicesByEnds, SplitStacked, CastStacked, SlotsSelected,
+    SlicesByCounts, UncheckedSlices, SlicesAsRefusalsAsk, SlicesWithBiases, SplitStacked, CastStacked, SlotsSelected,
     SlotsInChunks, SlotsUnbound, SlotsNarrowed,
 ]  # fmt: skip
 

@@ -22,12 +22,11 @@ SELECTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "nonzero": lambda values, mask: mask.nonzero(),
 }
 TURNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "by token": lambda mask: mask,
-    "by expert": lambda mask: mask.t(),
+    "transposed": lambda mask: mask.t(),
     "contiguous": lambda mask: mask.permute(1, 0).contiguous(),
-    "twice": lambda mask: mask.transpose(0, 1).t(),
-    "nowhere": lambda mask: torch.ops.aten.transpose.int(mask, 1, -1),
-    "in place": lambda mask: torch.ops.aten.permute.default(mask, [0, -1]),
+    "three times": lambda mask: mask.transpose(0, 1).t().t(),
+    "also nowhere": lambda mask: torch.ops.aten.transpose.int(mask.t(), 1, -1),
+    "also in place": lambda mask: torch.ops.aten.permute.default(mask.t(), [0, -1]),
 }
 
 
@@ -65,12 +64,18 @@ def test_a_selection_by_chosen_experts_is_a_lookup(selection: str, turn: str) ->
         lambda scores: torch.zeros_like(scores).scatter(1, scores.topk(TOP_K, dim=1)[1] // 2, 1).bool(),
         lambda scores: torch.ones_like(scores).scatter(1, scores.topk(TOP_K, dim=1)[1], 1).bool(),
         lambda scores: torch.zeros_like(scores).scatter(1, scores.topk(TOP_K, dim=1)[1][:4], 1).bool(),
+        lambda scores: torch.zeros_like(scores).scatter(1, scores.sort(dim=1)[1][:, :TOP_K], 1).bool(),
     ],
-    ids=["any number", "along tokens", "twice the same", "ones elsewhere", "some tokens"],
+    ids=["any number", "along tokens", "twice the same", "ones elsewhere", "some tokens", "of a sort"],
 )
 def test_masks_with_a_data_dependent_number_of_ones_are_unchanged(mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    result = _sorted(lambda scores: scores.masked_select(mask(scores)), 7, 12)
+    result = _sorted(lambda scores: scores.t().masked_select(mask(scores).t()), 7, 12)
     assert result.matches == ()
+
+
+def test_selections_token_by_token_are_unchanged() -> None:
+    """No known model selects pairs from a mask [tokens, experts]."""
+    assert _sorted(lambda scores: scores.masked_select(_mask(scores)), 7, 12).matches == ()
 
 
 def _calls(result: PassResult) -> list[torch.fx.Node]:

@@ -29,7 +29,7 @@ from tests.helpers.models.moe_stack import MoELayer, StackConfig, build_stack
 from tests.helpers.processes.adopted_stacks import compile_whole
 from tests.helpers.processes.ranks import run_ranks as run_on_processes
 
-CONFIG = StackConfig(layers=1, experts=6, top_k=2, max_tokens=64)
+CONFIG = StackConfig(layers=1, experts=6, top_k=2)
 TOKENS = 35
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import operator
 import re
 from collections.abc import Sequence
@@ -118,7 +117,7 @@ def test_every_form_becomes_local_and_stays_right(
 
 def _check_form(form: str, case: str, dtype: torch.dtype, dynamic: bool, lower: str) -> None:
     ranks, config = CONFIGS[case]
-    config = dataclasses.replace(config, dtype=dtype, max_tokens=12)
+    config = dataclasses.replace(config, dtype=dtype)
     captured = [capture(config, form, rank, ranks, 12, dynamic=dynamic, lower=lower) for rank in range(ranks)]
     tolerance = 1e-5 if dtype is torch.float32 else 5e-2
     for tokens in (12, 5) if dynamic else (12,):
@@ -164,7 +163,7 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
-    config = StackConfig(layers=3, experts=6, top_k=2, dtype=dtype, max_tokens=12)
+    config = StackConfig(layers=3, experts=6, top_k=2, dtype=dtype)
     captured = capture(config, form, 1, 2, 12)
     result = _eliminated(captured)
     for tokens, seed in ((12, 1), (7, 2), (2, 3)):
@@ -175,28 +174,11 @@ def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [0.4, 1.0])
-def test_dropping_beyond_capacity_is_preserved(factor: float) -> None:
-    config = StackConfig(layers=1, experts=6, top_k=2, skew=2.0, max_tokens=12, capacity_factor=factor)
-    captured = [capture(config, "all_to_all_capacity", rank, 2, 12) for rank in range(2)]
-    hidden = [hidden_states(config, 12, rank) for rank in range(2)]
-    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
-    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
-    with torch.no_grad():
-        assert not torch.equal(expected[0][0], build_stack(config)(hidden[0])), "nothing was dropped"
-    for rank, captured_rank in enumerate(captured):
-        result = _eliminated(captured_rank)
-        assert not result.refusals
-        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
-        torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
     """For a rank with one expert, the local id of a row is both an index and a mask."""
     for dynamic in (True, False):
-        config = StackConfig(layers=1, experts=3, top_k=2, max_tokens=12)
+        config = StackConfig(layers=1, experts=3, top_k=2)
         result = _eliminated(capture(config, form, 1, 3, 12, dynamic=dynamic))
         assert not result.refusals
         assert len(result.plan.banks) == 1
@@ -208,7 +190,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:
     """Sums over the counts of a rank's experts count every token once, for any number of experts."""
-    config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=top_k, max_tokens=12)
+    config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=top_k)
     result = _eliminated(capture(config, form, 1, ranks, 12))
     assert not result.refusals
     assert len(result.plan.banks) == 1
@@ -217,7 +199,7 @@ def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int,
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -> None:
-    config = StackConfig(layers=1, experts=3, top_k=1, max_tokens=12)
+    config = StackConfig(layers=1, experts=3, top_k=1)
     for rank in range(4):
         result = _eliminated(capture(config, form, rank, 4, 12))
         assert not result.plan.banks
@@ -229,7 +211,7 @@ def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
-    captured = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
+    captured = capture(StackConfig(layers=1), form, 0, 2, 12)
     result = _eliminated(dataclasses.replace(captured, groups={}))
     (refusal,) = result.refusals
     assert "process group" in refusal.reason
@@ -254,7 +236,7 @@ def test_operations_that_act_only_on_large_inputs_are_refused(
     form = "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
     monkeypatch.setitem(EP_FORMS, form, experts)
     for rank in range(2):
-        result = _eliminated(capture(StackConfig(layers=1, max_tokens=12), form, rank, 2, 12, dynamic=dynamic))
+        result = _eliminated(capture(StackConfig(layers=1), form, rank, 2, 12, dynamic=dynamic))
         assert not result.plan.banks
         (refusal,) = result.refusals
         assert ACT_ON_MORE[experts] in refusal.reason
@@ -264,7 +246,7 @@ def test_operations_that_act_only_on_large_inputs_are_refused(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_single_token_is_taken(rank: int) -> None:
     """In a graph of one token, torch writes operations that are right for no other number of tokens."""
-    config = StackConfig(layers=1, hidden=16, width=16, experts=3, top_k=1, max_tokens=16)
+    config = StackConfig(layers=1, hidden=16, width=16, experts=3, top_k=1)
     captured = capture(config, "all_reduce", rank, 2, 1, dynamic=False)
     assert [block.form for block in _eliminated(captured).plan.local_blocks] == ["all_reduce"]
 
@@ -273,7 +255,7 @@ def test_a_single_token_is_taken(rank: int) -> None:
 @pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
 def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
     """The hidden states of a single layer are an input with the same first size as the expert weights."""
-    config = StackConfig(layers=1, max_tokens=4)
+    config = StackConfig(layers=1)
     assert config.experts == 2 * 4
     for rank in range(2):
         captured = capture(config, form, rank, 2, 4, dynamic=False, moe_alone=True)
@@ -299,7 +281,7 @@ class _InARow(torch.nn.Module):
 def test_a_block_may_start_with_the_output_of_another_block(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first node of the second block is replaced together with the block before it."""
     monkeypatch.setattr(simulated_ranks, "build_stack", lambda config, form: _InARow(build_stack(config, form)).eval())
-    config = StackConfig(layers=3, hidden=16, width=16, max_tokens=12)
+    config = StackConfig(layers=3, hidden=16, width=16)
     captured = [capture(config, form, rank, 2, 12) for rank in range(2)]
     hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
     inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
@@ -315,39 +297,12 @@ def test_a_block_may_start_with_the_output_of_another_block(form: str, monkeypat
         torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_layer_may_send_the_rows_that_the_layer_before_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The input of an exchange is then outside the block that the exchange belongs to."""
-    # Both layers are proved, although they have the same text.
-    module = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")
-    monkeypatch.setattr(module, "block_text", lambda *parts: object())
-    config = StackConfig(layers=2, hidden=16, width=16, experts=5, top_k=2, max_tokens=9)
-    captured = []
-    for rank in range(2):
-        captured_rank = capture(config, "all_to_all_capacity", rank, 2, 9, dynamic=False)
-        graph = captured_rank.module.graph
-        # Each layer exchanges counts, rows and results.
-        exchanges = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_to_all_single.default)
-        (results,) = exchanges[2].users
-        rows = exchanges[4]
-        rows.replace_input_with(rows.args[0], results)
-        captured.append(captured_rank)
-    inputs = [with_tokens(captured[rank], hidden_states(config, 9, rank)) for rank in range(2)]
-    eliminated = [_eliminated(captured_rank) for captured_rank in captured]
-    assert [len(result.plan.banks) for result in eliminated] == [2, 2]
-    complete = {bank.index: _complete(config)[bank.name] for bank in eliminated[0].plan.banks}
-    outputs = run_ranks([result.module for result in eliminated], inputs, complete)
-    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
-    for (output,), (wanted,) in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
-
-
 # -------------------------------------------------------------------------------------------------------- mutations
 
 
 @functools.cache
 def _ranks_of(form: str, experts: int) -> tuple[StackConfig, tuple[Captured, ...]]:
-    config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=2, max_tokens=9)
+    config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=2)
     return config, tuple(capture(config, form, rank, 2, 9) for rank in range(2))
 
 

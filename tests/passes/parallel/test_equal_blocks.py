@@ -24,7 +24,7 @@ LAYERS = 3
 
 @functools.cache
 def _captured(form: str, dynamic: bool) -> Captured:
-    config = StackConfig(layers=LAYERS, hidden=16, width=16, experts=5, top_k=2, max_tokens=9)
+    config = StackConfig(layers=LAYERS, hidden=16, width=16, experts=5, top_k=2)
     return capture(config, form, 0, 2, 9, dynamic=dynamic)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 from moepass.models.reference.expert_parallel import AllReduceExperts, AllToAllExperts
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert
-from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
+from tests.helpers.graphs.refused_experts import refusal_of_experts
 
-WIDE = dataclasses.replace(CONFIG, max_tokens=400)
 # Takes the sorted indices [S] of pairs, their experts [S], and the number of experts of a token; returns indices [S].
 Places = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -92,19 +90,15 @@ HIDDEN = (
 @pytest.mark.slow
 @pytest.mark.parametrize("places", HIDDEN, ids=lambda places: places.__name__.strip("_"))
 def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
-    assert refusal_of_experts("all_reduce", _variant(places), config=WIDE)
+    assert refusal_of_experts("all_reduce", _variant(places))
 
 
 @pytest.mark.slow
 def test_unchanged_positions_are_taken() -> None:
     """The variant itself is no reason to refuse, and neither is a single operation."""
-    assert refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""
-    assert (
-        refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order + order - order), config=WIDE) == ""
-    )
-    assert (
-        refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order - (order - order)), config=WIDE) == ""
-    )
+    assert refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order)) == ""
+    assert refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order + order - order)) == ""
+    assert refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order - (order - order))) == ""
 
 
 class TenTimes(AllToAllExperts):
@@ -120,4 +114,4 @@ class TenTimes(AllToAllExperts):
 
 @pytest.mark.slow
 def test_a_ratio_that_no_run_has_is_not_taken() -> None:
-    assert refusal_of_experts("all_to_all", TenTimes, config=WIDE)
+    assert refusal_of_experts("all_to_all", TenTimes)

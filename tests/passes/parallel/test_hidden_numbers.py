@@ -6,7 +6,6 @@ expert id) or for some choices of a token. Until then all numbers have their usu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -15,10 +14,9 @@ from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import AllGatherExperts, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, undo_order
-from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
+from tests.helpers.graphs.refused_experts import refusal_of_experts
 
 T = torch.Tensor
-WIDE = dataclasses.replace(CONFIG, max_tokens=400)
 TIMES = 120
 
 # Takes rows [S, H], their sort order [S], their sorted experts [S], and the number of rows of one rank (other ranks may
@@ -221,19 +219,19 @@ CHANGES: tuple[Rows, ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_numbers_computed_from_ids_cannot_hide_a_threshold(change: Rows) -> None:
-    assert refusal_of_experts("all_to_all", _arrived(change), config=WIDE)
+    assert refusal_of_experts("all_to_all", _arrived(change))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("few", _FEW)
 def test_no_way_to_a_small_number_hides_a_threshold(few: str) -> None:
-    assert refusal_of_experts("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)
+    assert refusal_of_experts("all_to_all", _arrived(_as_a_shift(_FEW[few])))
 
 
 @pytest.mark.slow
 def test_rows_in_order_are_taken() -> None:
     """The variant itself is no reason to refuse, and neither is a number from ids without a mask."""
-    assert refusal_of_experts("all_to_all", _arrived(lambda rows, order, ids, number: rows[order]), config=WIDE) == ""
+    assert refusal_of_experts("all_to_all", _arrived(lambda rows, order, ids, number: rows[order])) == ""
 
 
 # --------------------------------------------------------------------------------------------------- from constants
@@ -272,12 +270,12 @@ SLOTS: dict[str, Slots] = {
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_the_slot_of_an_expert_hides_no_threshold(slots: str, moves: bool) -> None:
-    assert refusal_of_experts("all_reduce", _by_slot(AllReduceExperts, SLOTS[slots], moves), config=WIDE)
+    assert refusal_of_experts("all_reduce", _by_slot(AllReduceExperts, SLOTS[slots], moves))
 
 
 @pytest.mark.slow
 def test_the_slot_of_an_expert_hides_no_threshold_among_gathered_tokens() -> None:
-    assert refusal_of_experts("all_gather", _by_slot(AllGatherExperts, torch.arange, False), config=WIDE)
+    assert refusal_of_experts("all_gather", _by_slot(AllGatherExperts, torch.arange, False))
 
 
 class ConstantsInside(AllReduceExperts):
@@ -292,4 +290,4 @@ class ConstantsInside(AllReduceExperts):
 
 @pytest.mark.slow
 def test_constants_of_the_activation_function_are_taken() -> None:
-    assert refusal_of_experts("all_reduce", ConstantsInside, config=WIDE) == ""
+    assert refusal_of_experts("all_reduce", ConstantsInside) == ""

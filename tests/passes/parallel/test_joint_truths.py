@@ -11,7 +11,7 @@ from moepass.models.reference.expert_parallel import AllToAllExperts
 from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 # Four experts on each of two ranks: eight counts arrive.
-WIDE = dataclasses.replace(CONFIG, experts=8, max_tokens=400)
+WIDE = dataclasses.replace(CONFIG, experts=8)
 
 
 class Arrived(AllToAllExperts):

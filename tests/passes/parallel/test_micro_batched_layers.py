@@ -24,7 +24,7 @@ from tests.helpers.graphs.simulated_ranks import run_ranks as run_together
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 from tests.helpers.processes.ranks import run_ranks
 
-CONFIG = StackConfig(layers=2, hidden=16, width=16, max_tokens=12)
+CONFIG = StackConfig(layers=2, hidden=16, width=16)
 needs_memfd = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
 

@@ -24,7 +24,7 @@ from tests.helpers.models.moe_stack import StackConfig
 from tests.helpers.mutants.graph_mutants import EVERY_CHANGE, changes_of, finite_or_none, mutant_of
 from tests.helpers.mutants.random_cases import check_cases
 
-CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
+CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2)
 TOKENS = 9
 
 

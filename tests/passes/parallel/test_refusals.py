@@ -36,7 +36,7 @@ from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_state
 from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 SCALARS, MASKS = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
-CONFIG = StackConfig(layers=1, hidden=16, width=16, max_tokens=12)
+CONFIG = StackConfig(layers=1, hidden=16, width=16)
 
 
 def plans_of(

@@ -25,7 +25,7 @@ from tests.helpers.mutants.random_cases import times
 # A function of the rank and the outputs of the gate and up GEMMs.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
-CONFIG = StackConfig(layers=1, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
+CONFIG = StackConfig(layers=1, hidden=16, width=16, experts=4, top_k=2)
 
 
 def _captured(
@@ -153,7 +153,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
 @pytest.mark.parametrize("mixes", MIXING)
 def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool) -> None:
     activation, operation = MIXING[mixes]
-    reason = _refusal("all_to_all_capacity", activation, dynamic)
+    reason = _refusal("all_to_all", activation, dynamic)
     assert operation in reason
     assert "computes every row alone" in reason
     assert "_at_" not in reason  # names of nodes must not appear
@@ -314,7 +314,7 @@ SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("activation", [*ALONE, *SIZED])
-@pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
+@pytest.mark.parametrize("form", ["all_to_all", "all_reduce"])
 def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
     digests = {
         _plan(form, activation, 1, tokens, dynamic).local_blocks[0].experts

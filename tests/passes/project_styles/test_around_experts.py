@@ -56,5 +56,5 @@ def test_ids_on_two_hops_are_refused() -> None:
     result = eliminate_readably(captured)
     assert not result.plan.banks
     (refusal,) = result.refusals
-    assert "is taken on one hop only: send counts" in refusal.reason
+    assert "Ids of experts must not travel with rows" in refusal.reason
     assert collective_kinds(result) == collective_kinds(captured)

@@ -11,41 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
-from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
+from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm
 from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.project_styles.exact_style import ExactLayer
 from tests.helpers.project_styles.gathered_style import GatheredMasks, GatheredOrder
-from tests.helpers.project_styles.ids_style import GlobalIdsTravel
 from tests.helpers.project_styles.padded_style import PaddedLayer, Padding, ScatteredRows, SearchedTable
 from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
-
-
-class IdsAndPadding(GlobalIdsTravel):
-    """Expert ids are exchanged with the rows."""
-
-    padding: Padding = SearchedTable()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=-1)
-        ids, order = torch.sort(chosen.view(-1), stable=True)
-        send, receive = self._exchange_sizes(count_per_expert(ids // len(self.owned), self.ranks))
-        rows = self._exchange(hidden[order // self.sizes.top_k], send, receive)
-        local = self._exchange(ids, send, receive) - self.owned.start
-        by_expert = torch.argsort(local, stable=True)
-        counts = count_per_expert(local, len(self.owned))
-        outputs = undo_order(self.padding.run(rows[by_expert], counts, self._experts), by_expert)
-        weighed = self._exchange(outputs, receive, send) * weights.view(-1)[order].unsqueeze(-1)
-        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed.to(hidden.dtype))
-
-    def _experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        ends = counts.cumsum(0).to(torch.int32)
-        inner = F.silu(self._gemm(rows, self.gate, ends)) * self._gemm(rows, self.up, ends)
-        return self._gemm(inner, self.down, ends)
-
-
-class IdsAndScatter(IdsAndPadding):
-    padding = ScatteredRows()
 
 
 class WeightsInside(PaddedLayer):
@@ -133,8 +105,6 @@ class OrderAndScatter(OrderThatPads):
         (OrderThatPads, "all_gather"),
         (OrderAndScatter, "all_gather"),
         (GatheredThatPads, "all_gather"),
-        (IdsAndPadding, "all_to_all_ids"),
-        (IdsAndScatter, "all_to_all_ids"),
         (WeightsInside, "all_to_all"),
         (BiasedAndPadded, "all_to_all"),
     ],

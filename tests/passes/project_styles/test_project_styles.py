@@ -21,9 +21,9 @@ from tests.helpers.project_styles.style_layers import (
 )
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
-# Styles in the fast tests: exchanged weights and exchanged ids. Fast tests on real ranks (`test_adoption` and
-# `test_project_style_ranks` in `runtime/execute`) have slots, exact sizes and gathered tokens.
-KINDS = ("flat weights", "global ids", "local ids")
+# The style in the fast tests. Fast tests on real ranks (`test_adoption` and `test_project_style_ranks` in
+# `runtime/execute`) have exact sizes and gathered tokens.
+KINDS = ("flat weights", "gshard")
 
 
 def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequence[int]]) -> None:

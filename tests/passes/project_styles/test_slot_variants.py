@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 
 import pytest
@@ -82,6 +83,16 @@ class RoundedCapacity(AgreedCapacity):
         return (super()._slots(most) + 7) // 8 * 8
 
 
+class TwoLayers(nn.Module):
+    def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(BatchedSlots(sizes, group), BatchedSlots(sizes, group))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(hidden)
+        return result
+
+
 def check_slots(layer: type[nn.Module], ranks: int, kinds: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
     """Check that only collectives of `kinds` remain, and that all ranks return the same for `tokens` by rank."""
     captured = [capture_layer(functools.partial(layer, SIZES), rank, ranks) for rank in range(ranks)]
@@ -108,3 +119,24 @@ def test_as_many_slots_as_any_rank_needs(layer: type[nn.Module]) -> None:
 @pytest.mark.parametrize("layer", [EinsumExperts, EinsumOfRanks])
 def test_slots_multiplied_by_einsum_on_four_ranks(layer: type[nn.Module]) -> None:
     check_slots(layer, 4, [], [(9, 9, 9, 9), (40, 40, 40, 40)])
+
+
+@pytest.mark.slow
+def test_a_layer_may_send_the_slots_that_the_layer_before_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input of an exchange is then outside the block that the exchange belongs to."""
+    # Both layers are proved, although they have the same text.
+    module = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")
+    monkeypatch.setattr(module, "block_text", lambda *parts: object())
+    captured = [capture_layer(functools.partial(TwoLayers, SIZES), rank, 2, dynamic=False) for rank in range(2)]
+    for captured_rank in captured:
+        graph = captured_rank.module.graph
+        # Each layer exchanges slots and results.
+        exchanges = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_to_all_single.default)
+        (results,) = exchanges[1].users
+        slots = exchanges[2]
+        slots.replace_input_with(slots.args[0], results)
+    results_of_ranks = [eliminate_readably(captured_rank) for captured_rank in captured]
+    for result in results_of_ranks:
+        assert len(result.plan.banks) == 2, result.plan.refusals
+        assert collective_kinds(result) == []
+    check_same_outputs(captured, results_of_ranks, [(9, 9)])

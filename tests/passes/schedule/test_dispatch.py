@@ -180,7 +180,7 @@ def test_code_compiled_for_rows_does_not_run_without_rows() -> None:
 
 def _plans(form: str, disable: tuple[str, ...], **crossover: Any) -> Plan:
     torch._dynamo.config.capture_scalar_outputs = True
-    config = StackConfig(layers=2, max_tokens=32)
+    config = StackConfig(layers=2)
     options = {"lower": "eager", "disable": disable, **(crossover or {"all_to_all_below": 64})}
     with torch.no_grad(), moepass.record_compilations() as compilations:
         hidden = torch.randn(24, config.hidden)

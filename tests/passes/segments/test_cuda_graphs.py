@@ -70,7 +70,7 @@ def test_operators_of_other_libraries_are_refused() -> None:
 
 
 def test_communication_is_refused() -> None:
-    config = StackConfig(layers=1, dtype=torch.bfloat16, max_tokens=12)
+    config = StackConfig(layers=1, dtype=torch.bfloat16)
     with pretend_rank(1, 2):
         model = build_stack(config, "all_reduce")
         with pretended_gpu():

@@ -14,7 +14,6 @@ from tests.helpers.project_styles.local_loops import (
     AnyPlace,
     FlatPairs,
     LastExpertStays,
-    LoopOfSums,
     MixtralLoop,
     OneExpert,
     SelectedLoop,
@@ -109,7 +108,7 @@ def test_two_models_that_share_a_module() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
     shared = MixtralLoop()
-    stack, loop = Stack(shared).eval(), Stack(LoopOfSums(), shared).eval()
+    stack, loop = Stack(shared).eval(), Stack(SelectedLoop(), shared).eval()
     with torch._dynamo.config.patch(SWITCHES):
         compiled = [
             torch.compile(model, backend="asyncep", dynamic=True, fullgraph=True, options={"lower": "eager"})

@@ -28,8 +28,6 @@ STYLES = {
     "master weights": "converted_style.MasterWeights",
     "flat weights": "converted_style.FlatWeights",
     "scaled modules": "converted_style.ScaledModules",
-    "global ids": "ids_style.GlobalIdsTravel",
-    "local ids": "ids_style.LocalIdsTravel",
     "overlapped halves": "overlap_style.OverlappedHalves",
     "overlapped modules": "overlap_style.OverlappedModules",
     "padded by search": "padded_style.PaddedBySearch",
@@ -67,8 +65,7 @@ QUICK = ("deepseek", "gathered order")
 # One style for each kind of segments that Inductor gets; the other styles differ in what the passes take out.
 WITH_INDUCTOR = {
     "gshard": torch.float32, "torchtitan loop": torch.bfloat16, "megatron": torch.float32,
-    "gathered with drops": torch.bfloat16, "local ids": torch.float32, "overlapped halves": torch.bfloat16,
-    "padded by table": torch.bfloat16,
+    "gathered with drops": torch.bfloat16, "overlapped halves": torch.bfloat16, "padded by table": torch.bfloat16,
 }  # fmt: skip
 # Runs for which a layer is compiled once.
 ONCE: dict[str, Any] = {"runs": (12, 40, 7), "dynamic": True}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards n
 FORM = "all_to_all"
 # An activation function that cannot be taken, because the result for a row depends on the rows before it.
 SILU, TANH, MIXES_ROWS = "silu", "tanh", "mixes rows"
-THREE = StackConfig(layers=3, max_tokens=32)
+THREE = StackConfig(layers=3)
 TIMEOUT_S = 12
 LAYERS = "the layers that they are about to run without exchanges"
 
@@ -101,7 +101,7 @@ def test_ranks_that_run_known_layers_in_another_order_are_an_error(kind: str) ->
 
 
 def _switched_by_a_flag(kinds: Sequence[Sequence[str]], **options: Any) -> list[str]:
-    config = StackConfig(layers=2, max_tokens=32)
+    config = StackConfig(layers=2)
     model, experts = _stack(config)
     compiled, hidden = compile_whole(model, timeout_s=TIMEOUT_S, **options), hidden_rows(config, 8, dist.get_rank())
     outcomes = []
@@ -143,7 +143,7 @@ def test_runs_that_ranks_agree_on_anyway_are_compared_too() -> None:
 def _one_rank_has_another_flag(kind: str) -> list[str]:
     """Let rank 1 alone run a layer that differs from another layer of the same name."""
     eager_watch.FAILURE_CHECK_SECONDS = 0.0
-    config = StackConfig(layers=2, max_tokens=32)
+    config = StackConfig(layers=2)
     model, experts = _stack(config)
     compiled, hidden = compile_whole(model, timeout_s=2), hidden_rows(config, 8, dist.get_rank())
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_a_rank_that_waited_in_vain_is_an_error_of_the_others_in_their_next_run(
 
 
 def _one_suppresses_errors() -> tuple[str, dict[str, str]]:
-    config = StackConfig(layers=2, max_tokens=32)
+    config = StackConfig(layers=2)
     model, hidden = build_stack(config, FORM), hidden_rows(config, 8, dist.get_rank())
     with (
         torch.no_grad(),
