@@ -40,6 +40,7 @@ from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.lower_segments import decompositions, lower_segments
 from moepass.runtime.ranks.eager_watch import eager_watch
 from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.torch_private import errors_past_dynamo
 
 logger = logging.getLogger("moepass")
 
@@ -58,7 +59,15 @@ def asyncep(
     in the same mode under `torch.no_grad()`.
 
     Raises OptionError for a wrong option, InputError if the graph is for training, and PlanError for too few slots.
+    `torch.compile` raises these errors unchanged.
     """
+    with errors_past_dynamo():
+        return _compile_graph(graph, example_inputs, options, mode)
+
+
+def _compile_graph(
+    graph: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
+) -> Callable[..., Any]:
     parsed = parse_options(options)
     if mode not in (None, "default"):
         text = f"mode is {mode!r}, but backend asyncep has no modes; pass its options as options={{...}}"

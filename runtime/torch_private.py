@@ -17,7 +17,29 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from moepass.models.errors import MoepassError
+
 # Dynamo and Inductor are imported where they are used: homes and ranks need neither.
+
+
+@contextlib.contextmanager
+def errors_past_dynamo() -> Iterator[None]:
+    """Let `torch.compile` raise a MoepassError of this block itself.
+
+    Dynamo would put it into a BackendCompilerFailed, which it raises after it has removed its own frames.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    class BackendRefusal(BackendCompilerFailed):
+        def remove_dynamo_frames(self) -> Any:
+            return self.inner_exception
+
+    try:
+        yield
+    except MoepassError as error:
+        if TracingContext.try_get() is None:  # Dynamo has not called this block
+            raise
+        raise BackendRefusal("asyncep", error, None) from error
 
 
 def process_groups_by_name() -> dict[str, ProcessGroup]:

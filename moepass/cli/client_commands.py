@@ -83,8 +83,8 @@ def batch(
 
     The command may be stopped at any time, even killed. Started again, it skips the requests that the output answers.
 
-    Exit status: 0 if every line has an answer, 1 if some answers are errors or the server stopped answering, 130 if the
-    command was interrupted.
+    Exit status: 0 if every line has an answer, 1 if some answers are errors or the server stopped answering, 2 for
+    invalid options, 130 if the command was interrupted.
     """
     if (model is None) == (options.url is None):
         raise OptionError("give either a MODEL, to run it here, or --url, for a running server", name="model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ from moepass.cli.serve_options import ComputeOptions
 from moepass.cli.streams import check_compiler_cache, check_output, open_output
 from moepass.clients.batch_lines import limited_lines
 from moepass.models import limits
-from moepass.models.errors import InputError, MoepassError
+from moepass.models.errors import InputError, MoepassError, OptionError
 from moepass.option_records import Count, option
 
 if TYPE_CHECKING:
@@ -270,14 +271,24 @@ def _answers(
 
 
 def parse_labels(text: str | None) -> list[str] | None:
-    """Return `a,b` or `["a", "b"]` as a list, and None for None. Raises InputError for a malformed JSON list."""
+    """Return `a,b` or `["a", "b"]` as a list, and None for None.
+
+    Raises InputError for a malformed JSON list, and OptionError if only some labels start with a space: `a, b` looks
+    like `a,b`, but ` b` and `b` are different answers of a model.
+    """
     if text is None:
         return None
     if not text.startswith("["):
-        return text.split(",")
-    try:
-        labels: list[str] = limits.decode_json(text, list[str])
+        labels = text.split(",")
+        if len({label.startswith(" ") for label in labels}) > 1:
+            plain = ",".join(label.strip() for label in labels)
+            problem = f"some of the labels {text!r} start with a space, which is part of a label, and others do not"
+            advice = f"use {plain!r}, or a JSON list such as {json.dumps(labels)} if you mean it"
+            raise OptionError(f"{problem}; {advice}", name="labels", value=text, expected=plain)
         return labels
+    try:
+        listed: list[str] = limits.decode_json(text, list[str])
+        return listed
     except InputError as error:
         message = f"labels {text!r} are not a JSON list of strings: {error}"
         raise InputError(message, name="labels", value=text) from error

@@ -22,7 +22,7 @@ import httpx
 from moepass.clients.batch_asker import AdaptiveLimit, Asker
 from moepass.clients.batch_lines import BadBatchLine, BatchError, BatchOutput, BatchRequest, answer_to, read_batch
 from moepass.clients.server_address import run_all
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, OptionError
 
 # The most bytes of open requests: half of what a server accepts from all its clients.
 _MOST_HELD_BYTES = 256 << 20
@@ -49,8 +49,8 @@ class Batch:
 
     Memory holds only the open requests. With `retry_errors`, answers that are errors are removed and asked again.
 
-    Constructing one raises InputError if `source` is not a file or has a custom_id twice, or if `target` contains
-    something other than answers to it.
+    Constructing one raises OptionError if `source` is not a file, or if `target` is not a file or is the same one, and
+    InputError if `source` has a custom_id twice, or if `target` contains something other than answers to it.
     """
 
     def __init__(self, source: str, target: str, *, retry_errors: bool = False) -> None:
@@ -204,9 +204,9 @@ def _open_source(source: str) -> BinaryIO:
         if Path(source).is_file():
             return open(source, "rb")
     except (OSError, ValueError) as error:
-        raise InputError(f"input {source!r} cannot be read: {error}", name="input", path=source) from error
+        raise OptionError(f"input {source!r} cannot be read: {error}", name="input", path=source) from error
     text = f"input {source!r} is not a file; a pipe cannot be read twice"
-    raise InputError(text, name="input", path=source)
+    raise OptionError(text, name="input", path=source)
 
 
 def _check_target(source: str, target: str) -> None:
@@ -214,6 +214,6 @@ def _check_target(source: str, target: str) -> None:
         return
     if not os.path.isfile(target):
         text = f"output {target!r} is not a file, so answers cannot be appended to it"
-        raise InputError(text, name="output", path=target)
+        raise OptionError(text, name="output", path=target)
     if os.path.samefile(source, target):
-        raise InputError(f"output {target!r} is also the input; choose another file", name="output", path=target)
+        raise OptionError(f"output {target!r} is also the input; choose another file", name="output", path=target)

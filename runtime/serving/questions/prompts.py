@@ -13,6 +13,7 @@ from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_CHARACTERS_PER_TOKEN, check_limit
 from moepass.runtime.serving.questions.text_encoding import TextEncoder
+from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class PromptWriter:
         self.prompt = prompt
         self.most_tokens = most_tokens
         self.encoder = TextEncoder(tokenizer)
+        self.token_texts = TokenTexts(tokenizer)
         self.render_limit = RenderLimit()
 
     @property

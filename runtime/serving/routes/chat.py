@@ -10,7 +10,6 @@ from fastapi.responses import Response
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree
-from moepass.runtime.serving.questions.text_encoding import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes import completions
 from moepass.runtime.serving.routes.message_text import Content, content_text
@@ -118,9 +117,9 @@ async def chat(call: Call) -> Response:
     tree.read(number, len(prompt) - 1, top=max(1, count))
     answer = await call.answer_tree(tree)
     best = answer.top(number, len(prompt) - 1, max(1, count))
-    texts = TokenTexts(call.writer.tokenizer)
+    texts = call.writer.token_texts
     listed = [
-        ListedToken(texts.name(token), completions.json_log_probability(value), texts.utf8(token))
+        ListedToken(texts.name(token), completions.json_log_probability(value), list(texts.utf8(token) or b"") or None)
         for token, value in best
     ]
     answered = listed[0]

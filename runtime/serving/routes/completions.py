@@ -6,7 +6,7 @@ The default of `max_tokens` is 16, as in OpenAI's API, and is refused, because t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from msgspec import Meta
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_TOP_TOKENS
 from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTree, TreeAnswer
-from moepass.runtime.serving.questions.text_encoding import TokenTexts
+from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
 from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, encode_prompts, parse_prompts
@@ -112,7 +112,8 @@ async def complete(call: Call) -> Response:
     if body.suffix:
         raise InputError("suffix is not supported, because this server does not insert text; remove it", name="suffix")
     call.need_predictions()
-    prompts = await call.prepare(_prompts, call, body)
+    texts = call.writer.token_texts
+    prompts, prompt_texts = await call.prepare(_prompts, call, body)
     listed_tokens = sum(map(len, prompts)) if body.echo else len(prompts)
     check_answer_size(0 if body.logprobs is None else listed_tokens * (1 + body.logprobs))
     trees = []
@@ -125,10 +126,9 @@ async def complete(call: Call) -> Response:
             tree.score(number, body.logprobs)
         trees.append(tree)
     answers = await call.answer_trees(trees)
-    texts = TokenTexts(call.writer.tokenizer, as_ids=body.return_tokens_as_token_ids)
     choices = [
-        _choice(index, prompt, body, answer, texts)
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        _choice(index, prompt, text, body, answer, texts)
+        for index, (prompt, text, answer) in enumerate(zip(prompts, prompt_texts, answers, strict=True))
     ]
     usage = usage_of(call, [len(prompt) for prompt in prompts], body.max_tokens or 0)
     reply = CompletionReply(*call.reply_fields("cmpl"), choices, usage)
@@ -140,17 +140,24 @@ async def complete(call: Call) -> Response:
     return event_stream(chunks)
 
 
-def _prompts(call: Call, body: CompletionBody) -> list[Tokens]:
+def _prompts(call: Call, body: CompletionBody) -> tuple[list[Tokens], list[str]]:
+    """Return the tokens of all prompts, and their texts, which are empty unless the reply contains them."""
     prompts = parse_prompts(call, body.prompt, "prompt")
-    return encode_prompts(call, prompts, "prompt", add_special=body.add_special_tokens)
+    encoded = encode_prompts(call, prompts, "prompt", add_special=body.add_special_tokens)
+    if not body.echo:
+        return encoded, [""] * len(encoded)
+    texts = call.writer.token_texts
+    return encoded, [prompt if isinstance(prompt, str) else texts.text(prompt.tolist()) for prompt in prompts]
 
 
 def _choice(
-    index: int, prompt: Tokens, body: CompletionBody, answer: TreeAnswer, texts: TokenTexts
+    index: int, prompt: Tokens, text: str, body: CompletionBody, answer: TreeAnswer, texts: TokenTexts
 ) -> CompletionChoice:
+    offsets: list[int] = []
     listed: list[_ListedToken] = []
     if body.echo and body.logprobs is not None:
         scored = answer.scored(0)
+        offsets = texts.offsets(prompt.tolist(), text)
         for position, token in enumerate(prompt.tolist()):
             if position == 0:
                 listed.append((token, None, None))
@@ -158,31 +165,33 @@ def _choice(
             top_tokens, top_values = scored.top_tokens[position], scored.top_log_probabilities[position]
             pairs = zip(top_tokens.tolist(), top_values.tolist(), strict=True)
             listed.append((token, float(scored.log_probabilities[position]), list(pairs)))
-    text = texts.text(prompt.tolist()) if body.echo else ""
     finish: Literal["stop", "length"] = "length"
     if body.max_tokens == 1:
         best = answer.top(0, len(prompt) - 1, max(1, body.logprobs or 0))
         token, value = best[0]
-        token_text = texts.text([token])
+        token_text = (texts.utf8(token) or b"").decode(errors="replace")
         if token in texts.end_tokens:
             token_text, finish = "", "stop"
         for stop in [body.stop] if isinstance(body.stop, str) else body.stop or []:
             if stop and stop in token_text:
                 token_text, finish = token_text.partition(stop)[0], "stop"
+        offsets.append(len(text))
         text += token_text
         listed.append((token, value, best[: body.logprobs]))
-    logprobs = None if body.logprobs is None else _logprobs(listed, texts)
+    name = _id_name if body.return_tokens_as_token_ids else texts.name
+    logprobs = None if body.logprobs is None else _logprobs(listed, offsets, name)
     return CompletionChoice(index, text, logprobs, finish)
 
 
-def _logprobs(listed: Sequence[_ListedToken], texts: TokenTexts) -> CompletionLogprobs:
-    logprobs = CompletionLogprobs([], [], [], [])
-    offset = 0
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def _logprobs(listed: Sequence[_ListedToken], offsets: list[int], name_of: Callable[[int], str]) -> CompletionLogprobs:
+    logprobs = CompletionLogprobs([], [], [], offsets)
     for token, value, best in listed:
-        name = texts.name(token)
+        name = name_of(token)
         logprobs.tokens.append(name)
-        logprobs.text_offset.append(offset)
-        offset += len(name)
         logprobs.token_logprobs.append(None if value is None else json_log_probability(value))
         if best is None or value is None:
             logprobs.top_logprobs.append(None)
@@ -191,8 +200,8 @@ def _logprobs(listed: Sequence[_ListedToken], texts: TokenTexts) -> CompletionLo
         by_name = {name: json_log_probability(value)}
         for top_token, top_value in best:
             if top_token != token:
-                top_name = texts.name(top_token)
-                key = f"token_id:{top_token}" if top_name in by_name else top_name
+                top_name = name_of(top_token)
+                key = _id_name(top_token) if top_name in by_name else top_name
                 by_name[key] = json_log_probability(top_value)
         logprobs.top_logprobs.append(by_name)
     return logprobs

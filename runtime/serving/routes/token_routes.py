@@ -8,7 +8,6 @@ import msgspec
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_REQUEST_TOKENS, check_limit
-from moepass.runtime.serving.questions.text_encoding import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.chat import ChatMessage, encode_messages
 from moepass.runtime.serving.routes.prompt_inputs import check_token_ids
@@ -84,7 +83,7 @@ async def detokenize(call: Call) -> DetokenizeReply:
     advice = "send them in several requests"
     check_limit("the number of tokens", len(body.tokens), MOST_REQUEST_TOKENS, advice, name="tokens")
     check_token_ids(call, body.tokens, "tokens")
-    return DetokenizeReply(await call.prepare(TokenTexts(call.writer.tokenizer).text, body.tokens))
+    return DetokenizeReply(await call.prepare(call.writer.token_texts.text, body.tokens))
 
 
 async def tokenizer_info(call: Call) -> TokenizerReply:

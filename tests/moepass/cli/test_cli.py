@@ -23,6 +23,7 @@ from moepass.demo.comparison import run_demo
 from moepass.explaining.capture_model import capture_plans, explain_meta_model
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.checkpoint_folders import meta_model
+from moepass.models.errors import OptionError
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_checkpoint
@@ -137,6 +138,14 @@ def test_labels_as_commas_or_as_json() -> None:
     assert parse_labels(" yes, no") == [" yes", " no"]
     assert parse_labels('["a, b", "c"]') == ["a, b", "c"]
     assert parse_labels(None) is None
+
+
+@pytest.mark.parametrize("text", ["yes, no", " yes,no", "yes,no, maybe", "a,b, ", "yes,  no"])
+def test_labels_that_differ_in_their_space_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="start with a space") as caught:
+        parse_labels(text)
+    assert json.dumps(text.split(",")) in str(caught.value)
+    assert parse_labels(json.dumps(text.split(","))) == text.split(",")
 
 
 def _line_17(line: str) -> str:

@@ -166,15 +166,15 @@ def test_a_file_that_is_not_an_output_is_refused_and_unchanged(files: tuple[Path
 
 def test_files_that_cannot_be_used_are_refused(files: tuple[Path, Path]) -> None:
     source, target = files
-    with pytest.raises(InputError, match="is not a file"):
+    with pytest.raises(OptionError, match="is not a file"):
         Batch(str(source), str(target))
     source.write_text("\n")
     with pytest.raises(InputError, match="is empty"):
         Batch(str(source), str(target))
     write_batch(source, ["a"])
-    with pytest.raises(InputError, match="is also the input"):
+    with pytest.raises(OptionError, match="is also the input"):
         Batch(str(source), str(source))
-    with pytest.raises(InputError, match="is not a file"):
+    with pytest.raises(OptionError, match="is not a file"):
         Batch(str(source), str(source.parent))
     with Batch(str(source), str(target)), pytest.raises(InputError, match="another batch"):
         Batch(str(source), str(target))

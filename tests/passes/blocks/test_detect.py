@@ -284,7 +284,9 @@ def test_a_bank_in_files_cannot_be_read_in_a_branch(tmp_path: Path) -> None:
     model = Branches(True)
     with torch.no_grad():
         moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path))
-        with pytest.raises(Exception, match=r"bank blocks\.1 rests in files and is read inside a branch or loop"):
+        with pytest.raises(
+            moepass.MoepassError, match=r"bank blocks\.1 rests in files and is read inside a branch or loop"
+        ):
             torch.compile(model, backend="asyncep", options={"lower": "eager"})(tokens())
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
 from transformers import PreTrainedModel
 
 import moepass
@@ -153,5 +152,5 @@ def _weights(model: PreTrainedModel) -> int:
 @pytest.mark.slow
 def test_without_a_budget_nothing_can_be_chosen() -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=1)
-    with pytest.raises(BackendCompilerFailed, match=r"OptionError.*memory_budget"):
+    with pytest.raises(moepass.OptionError, match="memory_budget"):
         torch.compile(model, backend="asyncep", options={"chunk_tokens": "auto"})(**tiny_inputs(model))

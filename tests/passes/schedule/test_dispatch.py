@@ -89,7 +89,9 @@ def test_a_crossover_is_taken() -> None:
 def test_offloaded_models_have_no_exchange_to_keep() -> None:
     model = Stack(depth=1)
     moepass.offload_experts(model)
-    with pytest.raises(Exception, match="option all_to_all_below is 8, but the experts of this model were offloaded"):
+    with pytest.raises(
+        moepass.OptionError, match="option all_to_all_below is 8, but the experts of this model were offloaded"
+    ):
         _run(model, all_to_all_below=8)
 
 

@@ -223,7 +223,10 @@ def test_without_the_package_an_error_says_what_to_install(monkeypatch: pytest.M
 
 def test_without_a_gpu_an_error_says_so(package: StandIn) -> None:
     model = Stack("dense_bmm", depth=1)
-    with torch.no_grad(), pytest.raises(Exception, match="option lower is 'tensorrt', but the graph computes on cpu"):
+    with (
+        torch.no_grad(),
+        pytest.raises(moepass.OptionError, match="option lower is 'tensorrt', but the graph computes on cpu"),
+    ):
         torch.compile(model, backend="asyncep", options={"lower": "tensorrt"})(tokens())
     parse_options({"lower": "tensorrt"}).check_device(GPU)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,7 +13,8 @@ import pytest
 from moepass.models.errors import CheckpointError
 from moepass.runtime.serving.routes.completions import json_log_probability
 from tests.helpers.serving.plain_scores import next_token_table
-from tests.helpers.serving.served import CHAT_TEMPLATE, Served
+from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
+from tests.helpers.serving.tokenizers_of_kinds import KINDS
 
 TEXT = "The cat sat on the mat"
 
@@ -208,3 +212,56 @@ def test_the_tokenizer_says_what_it_is(chat: Served) -> None:
     reply = chat.client.get("/tokenizer_info").json()
     assert (reply["eos_token"], reply["chat_template"]) == ("<|end|>", CHAT_TEMPLATE)
     assert reply["control_tokens"]["0"] == "<|end|>"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def of_kind(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("kind")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint / name, folder)
+    KINDS[request.param]().save_pretrained(folder)
+    with served(folder) as running:
+        yield running
+
+
+@pytest.mark.parametrize("prompt", ["yes no", " the cat", "日本語 Ö 👍🏽", "a", "two  blanks\n"])
+def test_the_echo_of_a_text_is_the_text(of_kind: Served, prompt: str) -> None:
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1}
+    (choice,) = of_kind.post("/v1/completions", body)["choices"]
+    tokens = of_kind.writer.tokenizer(prompt)["input_ids"]
+    assert choice["text"].startswith(prompt)
+    offsets, names = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    assert len(offsets) == len(names) == len(tokens) + 1
+    assert offsets == sorted(offsets)
+    assert offsets[:2] == [0, 0]  # the token for the start has no characters
+    assert offsets[-1] == len(prompt)
+    for name, start in zip(names[1:], offsets[1:], strict=True):
+        is_named_by_text = not name.startswith(("bytes:", "token_id:"))
+        assert not is_named_by_text or choice["text"][start:].startswith((name, name[1:]))
+
+
+def test_the_bytes_of_a_part_of_a_character_are_listed(chat: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+    reply = chat.post("/v1/chat/completions", body)
+    texts = chat.writer.token_texts
+    pieces = {texts.name(token): texts.utf8(token) for token in range(len(chat.writer.tokenizer))}
+    for listed in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+        piece = pieces.get(listed["token"])
+        assert listed["bytes"] == (None if piece is None else list(piece))
+    (ordinary,) = chat.writer.tokenizer("Ö"[:1])["input_ids"][:1]
+    assert texts.utf8(ordinary) == b"\xc3"
+    assert texts.name(ordinary) == "bytes:\\xc3"
+
+
+@pytest.mark.parametrize(("logprobs", "uses_cache"), [(0, True), (1, True), (2, False), (5, False)])
+def test_the_cache_has_the_most_likely_token_only(base: Served, logprobs: int, uses_cache: bool) -> None:
+    prompt = [100 + logprobs, *range(7, 7 + 40)]
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": logprobs}
+    replies = [base.post("/v1/completions", body) for _ in range(3)]
+    cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
+    assert cached[0] == 0
+    assert (cached[2] > 0) is uses_cache
+    values = [reply["choices"][0]["logprobs"]["token_logprobs"] for reply in replies]
+    assert values[2][1:] == pytest.approx(values[0][1:], abs=1e-5)
