@@ -39,9 +39,7 @@ def match_all_to_all(
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
-    summed: Collective | None = None,
 ) -> ParallelBlock:
-    """`summed` adds up the results of ranks that hold parts of the same experts, before `combine`."""
     group = groups[combine.group_name]
     # Megatron-Core tells counts over a group of its own, which has the same ranks.
     same = {name for name, other in groups.items() if name == combine.group_name or other.has_members_of(group)}
@@ -57,7 +55,7 @@ def match_all_to_all(
             and found != combine
         ),
     )
-    exchanges = [exchange for exchange in exchanges if exchange not in (combine, summed)]
+    exchanges = [exchange for exchange in exchanges if exchange != combine]
     floats = [exchange for exchange in exchanges if exchange.is_float]
     counts = [exchange for exchange in exchanges if not exchange.is_float]
     dispatches = [exchange for exchange in floats if exchange.node in brings_rows]
@@ -266,13 +264,6 @@ def _travelling_ids(exchange: Collective, counts: Collective, rows: Node, group:
     """
     sent = fake_value(exchange.input)
     before = list(_integers_before(exchange.input))
-    hop = next((one for node in before if (one := collective_of(node)) is not None), None)
-    if hop is not None:
-        raise NotThisForm(
-            f"the expert ids that {named(exchange.node)} exchanges have come by another exchange, {named(hop.node)}, "
-            "as where rows go to their experts in two hops; ids are taken on one hop only: send counts on both, or "
-            "rows in one AllToAll over a process group of all ranks that share the experts"
-        )
     routed = next((node for node in before if _scores_of(node) is not None), None)
     scores = None if routed is None else _scores_of(routed)
     if routed is None or scores is None or sent.dim() != 1:

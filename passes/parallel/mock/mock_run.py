@@ -139,9 +139,9 @@ class MockRun:
         """The block's result for this rank's own `sources`; `answer` plays the other ranks."""
         return self._evaluate(self.mock.region, sources, answer)
 
-    def run_local_form(self, sources: Mapping[Node, Any], answer: Answer = no_collectives) -> Any:
-        """The local form's result for this rank's own `sources`; `answer` plays ranks that it adds up results with."""
-        return self._evaluate(self.mock.local_form, sources, answer)
+    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
+        """The local form's result for this rank's own `sources`."""
+        return self._evaluate(self.mock.local_form, sources, no_collectives)
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`, with what travels.
@@ -164,9 +164,9 @@ class MockRun:
     def pairs_in_slots(self, capacity: int, experts: int) -> int:
         return capacity * experts if self.scenario.full else min(capacity, 9)
 
-    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None, experts: int | None = None) -> int:
-        """How many pairs the rank `peer` brings for this rank's experts, or for that many `experts`."""
-        experts = len(self.block.own_experts) if experts is None else experts
+    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None) -> int:
+        """How many pairs the rank `peer` brings for this rank's experts."""
+        experts = len(self.block.own_experts)
         if capacity is not None:
             most = self.pairs_in_slots(capacity, experts)
             return most if self.scenario.full else min(self.scenario.peer_pairs, most)

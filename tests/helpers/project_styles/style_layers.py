@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moepass.passes.dense.group_exchanged_slots import group_exchanged_slots
+from moepass.passes.graph.collectives import group_names
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.masks.sort_masks import sort_masks
@@ -18,6 +20,7 @@ from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_ran
 from moepass.passes.slots.compute_read_slots import compute_read_slots
 from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
+from moepass.runtime.execute.adoption import process_groups
 from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.readable_refusals import check_readable
 from tests.helpers.graphs.simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank
@@ -86,7 +89,8 @@ def capture_layer(
     with pretend_rank(rank, ranks):
         model = layer(dist.group.WORLD)  # type: ignore[arg-type]
         hidden = hidden_rows(sizes.hidden, tokens, rank, sizes.dtype)
-        return capture_module(model, hidden, rank, ranks, dynamic=dynamic, lower=lower)
+        captured = capture_module(model, hidden, rank, ranks, dynamic=dynamic, lower=lower)
+        return dataclasses.replace(captured, groups=process_groups(group_names(captured.module.graph)))
 
 
 def capture_style(
