@@ -75,9 +75,9 @@ def _run(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, list[moe
         ({"lowr": 1}, "OptionError: option 'lowr' is unknown"),
         (
             {"disable": ["nope"]},
-            "OptionError: disable: no pass is called nope; the passes are sort_masks, leave_out_padding, "
-            "write_grouped_gemms, group_exchanged_slots, merge_low_rank, eliminate_expert_parallelism, "
-            "split_low_rank, compute_chosen_pairs, look_up_one_hots, compute_read_slots, lower_expert_stacks, "
+            "OptionError: disable: no pass is called nope; the passes are sort_masks, write_grouped_gemms, "
+            "group_exchanged_slots, merge_low_rank, eliminate_expert_parallelism, split_low_rank, "
+            "compute_chosen_pairs, look_up_one_hots, compute_read_slots, lower_expert_stacks, "
             "lower_complete_experts, detect",
         ),
         (

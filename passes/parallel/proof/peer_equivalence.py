@@ -43,18 +43,12 @@ def check_run(run: MockRun) -> None:
         else:
             _check_partial_sums(run)
     except ContractBroken as error:
-        raise ContractBroken(f"with {scenario.name}{_padding(run)}, {error}") from None
+        raise ContractBroken(f"with {scenario.name}, {error}") from None
     except NotThisForm:
         raise
     except Exception as error:
         # A node that cannot run on the mock's numbers means that the guess about the block was wrong.
-        raise ContractBroken(f"with {scenario.name}{_padding(run)}, {why_it_stopped(error)}") from error
-
-
-def _padding(run: MockRun) -> str:
-    """How a run pads the rows of a block that does."""
-    most = run.most_padding
-    return f" and 0 to {most} rows of padding for each expert" if run.mock.is_padded and most is not None else ""
+        raise ContractBroken(f"with {scenario.name}, {why_it_stopped(error)}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------- AllToAll

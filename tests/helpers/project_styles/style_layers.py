@@ -18,7 +18,6 @@ from moepass.passes.masks.sort_masks import sort_masks
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
 from moepass.passes.slots.compute_read_slots import compute_read_slots
-from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.runtime.execute.adoption import process_groups
 from tests.helpers.graphs.eliminated_graphs import eliminate
@@ -31,13 +30,6 @@ from tests.helpers.project_styles.ids_style import GlobalIdsTravel, LocalIdsTrav
 from tests.helpers.project_styles.low_rank_style import LowRankModules
 from tests.helpers.project_styles.megatron_style import MaskedDispatch
 from tests.helpers.project_styles.overlap_style import OverlappedHalves, OverlappedModules
-from tests.helpers.project_styles.padded_style import (
-    ModulesThatPad,
-    PaddedByJoin,
-    PaddedByScatter,
-    PaddedBySearch,
-    PaddedByTable,
-)
 from tests.helpers.project_styles.slots_style import BatchedSlots, EinsumSlots, IndexedSlots
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
@@ -60,16 +52,11 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "local ids": (LocalIdsTravel, "all_to_all_own_ids"),
     "overlapped halves": (OverlappedHalves, "all_to_all"),
     "overlapped modules": (OverlappedModules, "all_to_all"),
-    "padded by search": (PaddedBySearch, "all_to_all"),
-    "padded by table": (PaddedByTable, "all_to_all"),
-    "padded by scatter": (PaddedByScatter, "all_to_all"),
-    "padded by join": (PaddedByJoin, "all_to_all"),
-    "modules that pad": (ModulesThatPad, "all_to_all"),
 }
 # Forms in which every rank must have the same number of tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
 PASSES = (
-    sort_masks, leave_out_padding, write_grouped_gemms, group_exchanged_slots, merge_low_rank,
+    sort_masks, write_grouped_gemms, group_exchanged_slots, merge_low_rank,
     eliminate_expert_parallelism, split_low_rank, look_up_one_hots, compute_read_slots,
 )  # fmt: skip
 SIZES = StyleSizes()

@@ -32,11 +32,6 @@ STYLES = {
     "local ids": "ids_style.LocalIdsTravel",
     "overlapped halves": "overlap_style.OverlappedHalves",
     "overlapped modules": "overlap_style.OverlappedModules",
-    "padded by search": "padded_style.PaddedBySearch",
-    "padded by table": "padded_style.PaddedByTable",
-    "padded by scatter": "padded_style.PaddedByScatter",
-    "padded by join": "padded_style.PaddedByJoin",
-    "modules that pad": "padded_style.ModulesThatPad",
 }
 # Other parallelism around experts, and its collectives, which stay.
 AROUND = {
@@ -45,8 +40,12 @@ AROUND = {
     "sequence parallel": ("mesh_style.SequenceParallel", ["all_gather", "reduce_scatter"] * 2),
     "sequence parallel, bare": ("mesh_style.SequenceParallelBare", ["all_gather", "reduce_scatter"] * 2),
 }
-# Experts over both axes of a mesh, which run as they are written.
-REFUSED = {"two hops": "mesh_style.SlotsInTwoHops", "cut by width": "mesh_style.ExpertsCutByWidth"}
+# Layers that are refused, with the number of their AllToAlls.
+REFUSED = {
+    "two hops": ("mesh_style.SlotsInTwoHops", 4),
+    "cut by width": ("mesh_style.ExpertsCutByWidth", 3),
+    "padded rows": ("padded_style.PaddedRows", 3),
+}
 # The number of slots depends on a rank's tokens, and a gather needs equally many rows from each rank.
 EVEN = (
     "gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops", "sequence parallel",
@@ -58,7 +57,6 @@ QUICK = ("deepseek", "gathered order")
 WITH_INDUCTOR = {
     "gshard": torch.float32, "torchtitan loop": torch.bfloat16, "megatron": torch.float32,
     "gathered with drops": torch.bfloat16, "local ids": torch.float32, "overlapped halves": torch.bfloat16,
-    "padded by table": torch.bfloat16,
 }  # fmt: skip
 # Runs for which a layer is compiled once.
 ONCE: dict[str, Any] = {"runs": (12, 40, 7), "dynamic": True}
@@ -67,7 +65,7 @@ AROUND_WITH_INDUCTOR = ("sequence parallel",)
 
 def compare(style: str, sizes: StyleSizes, lower: str, runs: tuple[int, ...], dynamic: bool | None) -> list[Any]:
     """Return the largest relative difference of each run, the texts of the plans, and the remaining collectives."""
-    module, name = (STYLES | REFUSED | {around: layer for around, (layer, _) in AROUND.items()})[style].split(".")
+    module, name = (STYLES | {other: layer for other, (layer, _) in (AROUND | REFUSED).items()})[style].split(".")
     style_module = importlib.import_module(f"tests.helpers.project_styles.{module}")
     model, reference = (getattr(style_module, name)(sizes, dist.group.WORLD).eval() for _ in range(2))
     rank = dist.get_rank()
@@ -155,11 +153,11 @@ def test_other_parallelism_around_experts(style: str, lower: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("style", REFUSED)
-def test_experts_over_both_axes_of_a_mesh_run_as_they_are(style: str) -> None:
+def test_refused_layers_run_as_they_are_written(style: str) -> None:
     for differences, blocks, refusals, left in run_ranks(
         4, compare, style, StyleSizes(), "eager", ONCE["runs"], ONCE["dynamic"], timeout=300.0
     ):
         assert max(differences) < 1e-5
         assert blocks == [[]]
         assert len(refusals) == 1
-        assert left.count("all_to_all") == {"two hops": 4, "cut by width": 3}[style]
+        assert left.count("all_to_all") == REFUSED[style][1]
