@@ -27,13 +27,11 @@ from moepass.passes.segments.bank_parts import bank_parts
 from moepass.passes.segments.fp8_slots import fp8_slots
 from moepass.passes.segments.partition import partition
 from moepass.passes.slots.compute_read_slots import compute_read_slots
-from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 
 PASSES: tuple[Pass, ...] = (
     sort_masks,  # first: loops over experts read rows through masks, whose data-dependent sizes hide equal rows
-    leave_out_padding,  # before loops become GEMMs of all rows, which no longer tell padding from tokens
     write_grouped_gemms,  # all later passes recognise experts by their grouped GEMMs
     group_exchanged_slots,  # the same for experts with capacity slots, which are batched GEMMs
     eliminate_expert_parallelism,  # all later passes see local blocks only

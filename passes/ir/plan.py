@@ -186,7 +186,6 @@ class LocalBlock:
         experts: digest of everything between a row and its expert's output
         tokens: digest of the computation of tokens, ids and weights, if these must be equal on all ranks; else empty
         weights: types and shapes of the expert weights of all ranks together
-        alike: sets of ranks of `group` that must have equal tokens, if not all ranks must
     """
 
     name: str
@@ -195,7 +194,6 @@ class LocalBlock:
     experts: str
     tokens: str = ""
     weights: str = ""
-    alike: tuple[tuple[int, ...], ...] = ()
 
     @property
     def signature(self) -> str:

@@ -53,7 +53,7 @@ _MOST_NODES = 200
 @graph_pass(conflicts={"blocks"})
 def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every loop over experts by grouped GEMMs."""
-    if not any(map(ends_in_gemms, places_of_loops(module.graph))):
+    if not any(map(_ends_in_gemms, _places_of_loops(module.graph))):
         return PassResult(module, plan)
     written = copy_graph_module(module)
     merge_equal_views(written.graph)
@@ -61,8 +61,8 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
     matches: list[str] = []
     refusals: list[Refusal] = []
     fixed = FixedNodes()
-    for join in places_of_loops(written.graph):
-        if not ends_in_gemms(join):
+    for join in _places_of_loops(written.graph):
+        if not _ends_in_gemms(join):
             continue
         writer = GraphWriter(written.graph, join.node)
         branches = Branches(writer, fixed, len(join.branches))
@@ -99,7 +99,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
     return PassResult(written, plan, tuple(matches), tuple(refusals))
 
 
-def places_of_loops(graph: Graph) -> Iterator[Join | SumByToken]:
+def _places_of_loops(graph: Graph) -> Iterator[Join | SumByToken]:
     """Where the branches of loops come together."""
     return itertools.chain(joins(graph), sums_by_token(graph))
 
@@ -124,7 +124,7 @@ def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) ->
     return result
 
 
-def ends_in_gemms(join: Join | SumByToken) -> bool:
+def _ends_in_gemms(join: Join | SumByToken) -> bool:
     """True where each branch has a GEMM of its own within reach."""
     first, *others = (_gemms_before(branch) for branch in join.branches[:2])
     return bool(first) and all(first - other and other - first for other in others)

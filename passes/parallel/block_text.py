@@ -25,7 +25,6 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
         f"{block.form}, {block.group}, experts {block.bounds}, drops {block.drops}",
         f"sources {text.names(dict(block.sources))}, sink {text.names(block.sink)}, result {text.names(result)}",
         f"exchanges {text.names([(exchange.node, exchange.result) for exchange in block.exchanges])}",
-        _mesh_text(block, text),
         f"gemms {text.names(gemms)}, of the local form {text.names(list(local.gemms.items()))}",
         f"experts {text.names(block.expert_tensors)}, complete {text.names(list(local.complete.items()))}",
         f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs, *local.travelling))}",
@@ -35,15 +34,6 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
         ),
     )
     return str(text)
-
-
-def _mesh_text(block: ParallelBlock, text: CanonicalText) -> str:
-    if block.cut is not None:
-        return f"cut {block.cut}, {block.cut.grid}, by {text.names(block.cut.sum.node)}"
-    if block.hops is None:
-        return "one hop"
-    exchanges = (*block.hops.counts, *block.hops.there, *block.hops.back)
-    return f"{block.hops}, {block.hops.grid}, by {text.names([exchange.node for exchange in exchanges])}"
 
 
 def _describe_source(node: Node, known: dict[Any, str]) -> str:

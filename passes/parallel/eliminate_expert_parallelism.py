@@ -54,7 +54,6 @@ from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
 from moepass.passes.parallel.mock.mock_run import ContractBroken
-from moepass.passes.parallel.proof.demands import IN_ANOTHER_ORDER
 from moepass.passes.parallel.proof.prove import check_local_form
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 
@@ -69,7 +68,7 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     """Replace every block of expert parallelism by its local form."""
     if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
-    proved: dict[str, str] = {}
+    proved: set[str] = set()
     refusals: dict[str, Refusal] = {}
     leave: set[str] = set()
     while True:
@@ -88,11 +87,11 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
 
 
 def _eliminate(
-    module: GraphModule, plan: Plan, context: PassContext, leave: Collection[str], proved: dict[str, str]
+    module: GraphModule, plan: Plan, context: PassContext, leave: Collection[str], proved: set[str]
 ) -> tuple[PassResult, set[str]]:
     """What the pass gives where the gathers of masks called `leave` stay, and those that would have to stay too.
 
-    `proved` are the texts of blocks that were proved right, each with the order of rows on a mesh, and become more.
+    `proved` are the texts of blocks that were proved right; this adds those that it proves.
     """
     local = copy_graph_module(module)
     fix_count_lengths(local.graph)
@@ -111,7 +110,7 @@ def _eliminate(
         sources = {role: replaced.get(node, node) for role, node in found.sources.items()}
         block = dataclasses.replace(found, sources=sources)
         try:
-            _check_groups(block, banks, local_blocks)
+            _check_group(block, banks)
             block, bank = _bank_for(block, banks, banks_of)
             if block.name in context.leave:
                 raise NotThisForm(context.leave[block.name])
@@ -122,14 +121,11 @@ def _eliminate(
                 banks_of[block.expert_tensors] = bank
         except (NotThisForm, ContractBroken) as error:
             stays = block.exchanges[-1].node
-            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.agreed_over))
+            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
             weights = _describe_weights(block)
-            alike = () if block.cut is None else block.cut.grid.rows()
-            local_blocks.append(
-                LocalBlock(block.name, block.form, block.agreed_over, experts, origin.digest, weights, alike)
-            )
+            local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
     stay = {one.mask for one in masks if one.gather in local.graph.nodes}
     local.graph.lint()
@@ -145,28 +141,18 @@ def _eliminate(
     return PassResult(local, plan, matches=taken, refusals=tuple(refusals)), stay
 
 
-def _check_groups(block: ParallelBlock, banks: Sequence[BankSpec], taken: Sequence[LocalBlock]) -> None:
-    """Raises NotThisForm where it is spread, or agreed on, over other ranks than those `taken`."""
+def _check_group(block: ParallelBlock, banks: Sequence[BankSpec]) -> None:
+    """Raise NotThisForm if its experts are spread over another process group than those of `banks`."""
     if banks and banks[0].group != block.group_name:
         raise NotThisForm(
             f"it spreads over process group {block.group_name!r}, other blocks of the graph over "
             f"{banks[0].group!r}; expected one group for all experts of a graph"
         )
-    if taken and taken[0].group != block.agreed_over:
-        raise NotThisForm(
-            f"its ranks, and those that hold other parts of its experts, are process group {block.agreed_over!r}, and "
-            f"those of other blocks of the graph {taken[0].group!r}; expected all experts of a graph to be cut, or none"
-        )
 
 
-def _tokens_alike(block: ParallelBlock) -> tuple[list[Node], str]:
-    """What must be the same on all ranks of a group, and the group.
-
-    Where experts are cut, ranks with parts of the same experts have rows of each in the same places. Slots lie so.
-    """
-    if block.cut is not None and "counts" in block.sources:
-        return [block.sources["counts"]], block.cut.sum.group_name
-    return (list(block.sources.values()) if block.form == "all_reduce" else []), block.group_name
+def _replicated_sources(block: ParallelBlock) -> list[Node]:
+    """Return the sources that must be the same on all ranks."""
+    return list(block.sources.values()) if block.form == "all_reduce" else []
 
 
 def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
@@ -174,8 +160,8 @@ def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
 
     Raises NotThisForm where they cannot be the same.
     """
-    sources, group = _tokens_alike(block)
-    return ReplicatedValues(graph, group).origin(sources) if sources else Origin("", ())
+    sources = _replicated_sources(block)
+    return ReplicatedValues(graph, block.group_name).origin(sources) if sources else Origin("", ())
 
 
 def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Sequence[str]]:
@@ -185,9 +171,8 @@ def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Seq
             if not block.tokens:
                 return node.meta[EXPERTS_TEXT_KEY], ()
             nodes = {source.name: source for source in module.graph.nodes}
-            names, group = node.meta[SOURCES_KEY]
-            sources = [nodes[name] for name in names]
-            return node.meta[EXPERTS_TEXT_KEY], ReplicatedValues(module.graph, group).lines(sources)
+            sources = [nodes[name] for name in node.meta[SOURCES_KEY]]
+            return node.meta[EXPERTS_TEXT_KEY], ReplicatedValues(module.graph, block.group).lines(sources)
     raise KeyError(block.name)
 
 
@@ -209,10 +194,10 @@ def _bank_for(
     return block, _complete_bank(block, len(banks))
 
 
-def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: dict[str, str]) -> tuple[Node, Node]:
+def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str]) -> tuple[Node, Node]:
     """Put the local form, which reads `bank`, in the place of the block; gives the gather of it, and its result.
 
-    `proved` are the texts of blocks for which that was proved right, each with the order of rows on a mesh.
+    `proved` are the texts of blocks for which that was proved right.
 
     Raises NotThisForm, ContractBroken; the graph is then as before.
     """
@@ -225,10 +210,12 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: dict[st
             local = LocalForm(graph, block, complete)
             result = local.write()
         _same_value(block, result)
-        _prove(local, result, proved)
+        text = block_text(block, local, result)
+        if text not in proved:
+            check_local_form(block, local, result)
+            proved.add(text)
         gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
-        sources, group = _tokens_alike(block)
-        gathered.meta[SOURCES_KEY] = tuple(source.name for source in sources), group
+        gathered.meta[SOURCES_KEY] = tuple(source.name for source in _replicated_sources(block))
     except (NotThisForm, ContractBroken):
         for node in reversed(list(graph.nodes)):
             if node not in before:
@@ -248,27 +235,6 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: dict[st
     if has_other_sizes:
         refresh_fake_values(graph, result)
     return gathered, result
-
-
-def _prove(local: LocalForm, result: Node, proved: dict[str, str]) -> None:
-    """Leaves in `local` the block as what it was proved right. Raises NotThisForm, ContractBroken."""
-    failure: NotThisForm | ContractBroken | None = None
-    given = local.block
-    text = block_text(given, local, result)
-    for block in filter(None, (given, given.with_other_order())):
-        local.block, order = block, f"{block.hops}, {block.cut}"
-        try:
-            if proved.get(text, order) != order:
-                continue
-            if text not in proved:
-                check_local_form(block, local, result)
-            proved[text] = order
-            return
-        except (NotThisForm, ContractBroken) as error:
-            if failure is None or str(failure).endswith(IN_ANOTHER_ORDER):
-                failure = error
-    assert failure is not None
-    raise failure
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:

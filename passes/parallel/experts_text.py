@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
-from moepass.passes.graph.collectives import Collective, communications_of
+from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value
@@ -62,21 +62,8 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
         f"{block.form} of {block.experts} experts, {', '.join(map(_kind, block.exchanges))}, "
         f"shards {block.bounds}, to {fake_value(block.sink).dtype}{', some dropped' * block.drops}"
     )
-    if block.hops is not None:
-        text.remark(f"rows go {block.hops}")
-    if block.cut is not None:
-        text.remark(f"experts spread {block.cut}, {_place_of_sum(local)}")
     text.remark(f"casts of rows {local.types}")
     return tuple(str(text).splitlines())
-
-
-def _place_of_sum(local: LocalForm) -> str:
-    """Which of the sums and gathers over its ranks it is, before and after it moves: the others stay where they are."""
-    cut, written = local.block.cut, set(local.written)
-    assert cut is not None
-    others = [one.node for one in communications_of(local.graph) if one.group_name == cut.sum.group_name]
-    places = [sum(node < end and node not in written for node in others) for end in (cut.sum.node, local.block.sink)]
-    return f"collective {places[0]} over these ranks, with {places[1]} before its result"
 
 
 def _kind(exchange: Collective) -> str:

@@ -12,7 +12,6 @@ from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import fake_value, positions
-from moepass.passes.parallel.match.match_meshes import last_hop
 from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
 
 aten = torch.ops.aten
@@ -28,8 +27,7 @@ def flatten_exchanged_slots(graph: Graph, ranks: int) -> None:
         first, down = match.gemms[0], match.gemms[-1]
         after = first_communication_after(down.node, down.outer, place, most_nodes(ranks))
         arriving = communications_before(first.activations)
-        last = last_hop(after, arriving, down.outer, place, most_nodes(ranks))
-        near |= dict.fromkeys(one.node for one in (*arriving, after, last) if one is not None)
+        near |= dict.fromkeys(one.node for one in (*arriving, after) if one is not None)
     for node in filter(_exchanges_slots, near):
         _flatten(graph, node)
 

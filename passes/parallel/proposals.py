@@ -18,7 +18,6 @@ from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import module_path
 from moepass.passes.graph.refusals import COLLECTIVES_STAY
 from moepass.passes.ir.plan import LocalBlock, Plan, Refusal
-from moepass.passes.ir.protocol import Group
 
 NO_CROSSOVER = "none"
 # Until the texts of all ranks tell what differs.
@@ -73,20 +72,6 @@ def exchanges_by_group(graph: Graph) -> dict[str, tuple[str, ...]]:
     for one in communications_of(graph):
         found[one.group_name].append(f"{one.kind} at {module_path(one.node)}")
     return {group: tuple(found[group]) for group in sorted(found)}
-
-
-def exchanges_to_compare(graph: Graph, groups: Mapping[str, Group]) -> dict[str, tuple[str, ...]]:
-    """As `exchanges_by_group`, and for those of `groups` that the graph does not talk to: groups of whole meshes.
-
-    It talks to the axes of these meshes, and the exchanges over axes are those of the mesh. Whether a block of a mesh
-    is found in the graph does not matter: a rank that finds none comes to say so.
-    """
-    found = exchanges_by_group(graph)
-    for name in groups.keys() - found.keys():
-        axes = {other for other, group in groups.items() if set(group.members) <= set(groups[name].members)}
-        of_axes = [one for one in communications_of(graph) if one.group_name in axes]
-        found[name] = tuple(f"{one.kind} at {module_path(one.node)}" for one in of_axes)
-    return {name: found[name] for name in sorted(found)}
 
 
 def blocks_to_leave(proposals: Sequence[Proposal]) -> dict[str, str]:

@@ -1,5 +1,4 @@
 """Slots of experts: those that nobody reads are not computed, and one-hot masks that fill and read them are lookups.
-Padding that loops over experts cut off is not computed either.
 
 May import dense, loops, rows, blocks, graph, ir.
 """

@@ -62,7 +62,7 @@ class RowsOfLookups(RowRules):
         rows: Mapping[Node, Node],
         slots: sympy.Expr,
         count: Any,
-        ends: Node | None,
+        ends: Node,
         looked_up: Callable[[Node], Node],
     ) -> None:
         super().__init__((), {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -14,11 +13,10 @@ from torch.fx import GraphModule
 from moepass.models.errors import InputError
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.source_lines import input_name
-from moepass.passes.ir.joint_groups import joint_group
 from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan
 from moepass.passes.ir.protocol import Agree, Group
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
-from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_to_compare
+from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_by_group
 from moepass.runtime.execute.dispatching import BankInputs, CapturedFallback, CapturedForm, Dispatcher
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.execute.schedules import Adopt
@@ -35,23 +33,12 @@ from moepass.runtime.transfer.link import check_link_to
 def process_groups(names: Collection[str]) -> dict[str, Group]:
     """Return this rank's view of the process groups with these names. Groups that do not exist here are skipped.
 
-    If two of them may be axes of a mesh, the groups that combine them are included. Groups are in the order of
-    creation, which is the same on all ranks.
+    Groups are in the order of creation, which is the same on all ranks.
     """
-    groups = {
+    return {
         name: Group(group.rank(), group.size(), tuple(dist.get_process_group_ranks(group)))
         for name, group in process_groups_by_name().items()
-    }
-    named = [groups[name] for name in sorted(set(names) & groups.keys())]
-    pairs = list(itertools.combinations(named, 2))
-    return {
-        name: group
-        for name, group in groups.items()
         if name in names
-        or any(
-            group.ranks == first.ranks * second.ranks and joint_group(first, second, {name: group})
-            for first, second in pairs
-        )
     }
 
 
@@ -110,7 +97,7 @@ def _shared_exchanges(captured: GraphModule, groups: Mapping[str, Group]) -> dic
     """
     return {
         name: collectives
-        for name, collectives in exchanges_to_compare(captured.graph, groups).items()
+        for name, collectives in exchanges_by_group(captured.graph).items()
         if name in groups and has_others(_group(name))
     }
 
@@ -130,13 +117,12 @@ def captured_forms(
     """
     forms: list[CapturedForm] = []
     if plan.dispatch is not None:
-        (bank_group,) = {bank.group for bank in plan.banks}
-        (block_group,) = {block.group for block in plan.local_blocks}
+        (group_name,) = {block.group for block in plan.local_blocks}
 
         def register(banks: Sequence[BankSpec], inputs: BankInputs) -> None:
-            adopted_banks(_group(bank_group), device).register_agreed(banks, inputs)
+            adopted_banks(_group(group_name), device).register_agreed(banks, inputs)
 
-        group = functools.partial(_group, block_group)
+        group = functools.partial(_group, group_name)
         blocks = taken_blocks(plan.local_blocks)
         forms.append(Dispatcher(plan.dispatch, captured, lower, group, register, options.timeout_s, blocks))
     needing = _blocks_of_equal_tokens(plan)
@@ -150,12 +136,11 @@ def _replica_check(
     plan: Plan, needing: Sequence[LocalBlock], captured: GraphModule, timeout_s: float, debug: bool
 ) -> ReplicaCheck:
     (group_name,) = {block.group for block in needing}
-    (alike,) = {block.alike for block in needing}
     nodes = {node.name: (position, node) for position, node in enumerate(graph_inputs(captured.graph))}
     inputs = {nodes[name][0]: input_name(nodes[name][1]) for name in plan.replicated}
     signature = " ".join(block.signature for block in needing)
     blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
-    return ReplicaCheck(functools.partial(_group, group_name), inputs, signature, blocks, timeout_s, debug, alike)
+    return ReplicaCheck(functools.partial(_group, group_name), inputs, signature, blocks, timeout_s, debug)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:

@@ -65,8 +65,7 @@ class ReplicaCheck:
 
     `inputs` has the descriptions of the inputs to compare, by their positions among the graph's inputs. `signature` is
     a digest of the computation, different for different graphs, and `blocks` are descriptions of the blocks that the
-    graph runs without exchanges, equal on all ranks. With `debug`, ranks compare in every run. `alike` has the groups
-    of ranks that must have the same inputs; if it is empty, all ranks must.
+    graph runs without exchanges, equal on all ranks. With `debug`, ranks compare in every run.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class ReplicaCheck:
         blocks: tuple[str, ...],
         timeout_s: float,
         debug: bool,
-        alike: Sequence[Sequence[int]] = (),
     ) -> None:
         self._group = group
         self._inputs = dict(sorted(inputs.items()))
@@ -85,7 +83,6 @@ class ReplicaCheck:
         self._blocks = blocks
         self._timeout_s = timeout_s
         self._debug = debug
-        self._alike = alike
 
     def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
         """Return the difference between ranks, in the same words on all, or None.
@@ -124,9 +121,8 @@ class ReplicaCheck:
         texts = [self._signature] + [f"{words}: {describe(arguments[index])}" for index, words in self._inputs.items()]
         rendezvous = Rendezvous(store_of(group), group.rank(), group.size(), self._timeout_s, _COMPARISON)
         by_rank = dict(rendezvous.exchange("list of checksums", texts, list[str]))
-        groups = ({rank: by_rank[rank] for rank in ranks} for ranks in self._alike or (sorted(by_rank),))
-        differences = (explain_difference(group, "the inputs that it is computed from") for group in groups)
-        return rendezvous.number, next(filter(None, differences), None)
+        in_order = [by_rank[rank] for rank in sorted(by_rank)]
+        return rendezvous.number, explain_difference(in_order, "the inputs that it is computed from")
 
 
 # One Comparisons per process group.

@@ -75,9 +75,9 @@ def _run(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, list[moe
         ({"lowr": 1}, "option 'lowr' is unknown"),
         (
             {"disable": ["nope"]},
-            "disable: no pass is called nope; the passes are sort_masks, leave_out_padding, "
-            "write_grouped_gemms, group_exchanged_slots, eliminate_expert_parallelism, compute_chosen_pairs, "
-            "look_up_one_hots, compute_read_slots, lower_expert_stacks, lower_complete_experts, detect",
+            "disable: no pass is called nope; the passes are sort_masks, write_grouped_gemms, group_exchanged_slots, "
+            "eliminate_expert_parallelism, compute_chosen_pairs, look_up_one_hots, compute_read_slots, "
+            "lower_expert_stacks, lower_complete_experts, detect",
         ),
         (
             {"disable": ["schedule"]},

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.collectives import WAIT, collective_of
+from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, is_view, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.ir.joint_groups import JointGroup
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
 from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
@@ -70,7 +69,7 @@ class LocalForm(BlockWriter):
 
     def write(self) -> Node:
         """The value that takes the place of the block's sink. Raises NotThisForm."""
-        result = self._summed(self._write())
+        result = self._write()
         known = {*self.copied, *self.left_out, *self.cast, *self.starts, self.end}
         wanted = fake_value(self.block.sink).dtype
         for node in self.block.region:
@@ -83,20 +82,8 @@ class LocalForm(BlockWriter):
                 )
         return result
 
-    def _summed(self, result: Node) -> Node:
-        """`result` with what the other ranks add that hold parts of the same experts."""
-        cut = self.block.cut
-        if cut is None:
-            return result
-        node = cut.sum.node
-        args, kwargs = map_nodes((node.args, node.kwargs), lambda used: result if used is cut.sum.input else used)
-        total = self.emit(WAIT, self.emit(node.target, *args, **kwargs))  # type: ignore[arg-type]
-        return self._cast(total, [self._casts_between(self.block.sink, cut.sum.result)])
-
     def _write(self) -> Node:
         sources = self.block.sources
-        if self.block.hops is not None and self.block.hops.grid.is_inner:
-            return self._in_order_of_hops(self.block.hops.grid)
         if self.block.form == "all_to_all":
             return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
         if self.block.form == "all_to_all_slots":
@@ -112,32 +99,6 @@ class LocalForm(BlockWriter):
         """Rows sorted by expert, as many as `counts` says: the order in which the AllToAll was given them."""
         ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         return self._experts(rows, ends, lambda: self._expert_of_each_row(rows, counts))
-
-    def _in_order_of_hops(self, grid: JointGroup) -> Node:
-        """Rows or slots that are sorted as they take two hops, of which the first crosses ranks that lie side by side.
-
-        So experts come in another order than in the bank.
-        """
-        rows, axes = self.block.sources["rows"], [grid.first.ranks, grid.second.ranks]
-        if self.block.form == "all_to_all":
-            every = self.arange(self.block.experts, fake_value(rows).device)
-            numbers = self._transposed(every, axes[::-1])
-            total = self._size(fake_value(rows).shape[0])
-            chosen = self.emit(
-                aten.repeat_interleave.Tensor, self._flat(self.block.sources["counts"]), output_size=total
-            )
-            sorted_ids, order = self._sorted(self.emit(aten.index.Tensor, numbers, [chosen]))
-            rows = self.emit(aten.index.Tensor, rows, [order])
-            outputs = self._experts(rows, self._ends(sorted_ids), lambda: sorted_ids)
-            return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
-        return self._transposed(self._all_slots(self._transposed(rows, axes)), axes[::-1])
-
-    def _transposed(self, value: Node, axes: list[int]) -> Node:
-        """`value` [axes[0] * axes[1] * n, ..] as [axes[1] * axes[0] * n, ..]."""
-        rest = [int(size) for size in fake_value(value).shape[1:]]
-        split = self.emit(aten.reshape.default, value, [*axes, -1, *rest])
-        swapped = self.emit(aten.permute.default, split, [1, 0, *range(2, 3 + len(rest))])
-        return self.emit(aten.reshape.default, swapped, [-1, *rest])
 
     def _expert_of_each_row(self, rows: Node, counts: Node) -> Node:
         every = self.arange(self.block.experts, fake_value(rows).device)
@@ -237,8 +198,7 @@ class LocalForm(BlockWriter):
     def _cast_on_the_way_back(self, outputs: Node) -> Node:
         if "rows" not in self.block.sources:
             return outputs
-        end = self.block.sink if self.block.cut is None else self.block.cut.sum.input
-        return self._cast(outputs, [self._casts_between(end, self.end)])
+        return self._cast(outputs, [self._casts_between(self.block.sink, self.end)])
 
     def _cast(self, value: Node, ways: Sequence[Casts]) -> Node:
         """`value` with the casts of the first of `ways`, which has the same as the others."""

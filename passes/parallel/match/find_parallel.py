@@ -33,7 +33,6 @@ from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
 from moepass.passes.parallel.match.match_block import match_block
-from moepass.passes.parallel.match.match_meshes import cut_experts, last_hop, row_hops
 from moepass.passes.parallel.match.near_experts import (
     communications_before,
     first_communication_after,
@@ -74,8 +73,7 @@ def find_parallel_blocks(
         claimed |= {one.node for one in near}
         if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
             continue
-        group, last = _group_and_last(near, combine, arriving, groups, down.outer, place)
-        claimed |= {last} if last is not None else set()
+        group = _known_group(near, groups)
         try:
             block = match_block(match, combine, arriving, groups, place, capture)
             group = ""  # what the next line finds is known to all ranks
@@ -83,6 +81,7 @@ def find_parallel_blocks(
             blocks.append(block)
             claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
+            claimed |= _second_way_back(combine, arriving, down.outer, place, most)
             reason = next((unread[one.node] for one in near if one.node in unread), str(error))
             refusals.append(refusal_of(graph, reason, near[-1].node, match.record.name, group))
     refusals += _of_refused_gemms(graph, found.refusals, place, groups, claimed)
@@ -126,21 +125,20 @@ def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
     return counts
 
 
-def _group_and_last(
-    near: Sequence[Communication],
+def _second_way_back(
     combine: Communication | None,
     arriving: Sequence[Communication],
-    groups: Mapping[str, Group],
     width: int,
     place: dict[Node, int],
-) -> tuple[str, Node | None]:
-    """The group whose ranks must hear of a refusal, and what results go back by at last where they go over two axes."""
-    cut, hops = cut_experts(combine, arriving, groups, width, place), row_hops(arriving, groups)
-    found = hops if cut is None else cut
-    joint = None if found is None else found.joint
-    most = most_nodes(max((group.ranks for group in groups.values()), default=1))
-    last = last_hop(combine, arriving, width, place, most)
-    return joint.name if joint is not None else _known_group(near, groups), None if last is None else last.node
+    most: int,
+) -> set[Node]:
+    """Return the AllToAll behind `combine` by which a refused block's results [., width] go over a second mesh axis."""
+    collective = None if combine is None else collective_of(combine.node)
+    after = None if collective is None else first_communication_after(collective.result, width, place, most)
+    if collective is None or after is None or after.group_name == collective.group_name:
+        return set()
+    came_by = {one.group_name for one in arriving if one.kind == "all_to_all"}
+    return {after.node} if after.group_name in came_by else set()
 
 
 def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:

@@ -34,9 +34,7 @@ def match_all_to_all(
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
-    summed: Collective | None = None,
 ) -> ParallelBlock:
-    """`summed` adds up the results of ranks that hold parts of the same experts, before `combine`."""
     group = groups[combine.group_name]
     # Megatron-Core tells counts over a group of its own, which has the same ranks.
     same = {name for name, other in groups.items() if name == combine.group_name or other.has_members_of(group)}
@@ -52,7 +50,7 @@ def match_all_to_all(
             and found != combine
         ),
     )
-    exchanges = [exchange for exchange in exchanges if exchange not in (combine, summed)]
+    exchanges = [exchange for exchange in exchanges if exchange != combine]
     floats = [exchange for exchange in exchanges if exchange.is_float]
     counts = [exchange for exchange in exchanges if not exchange.is_float]
     dispatches = [exchange for exchange in floats if exchange.node in brings_rows]

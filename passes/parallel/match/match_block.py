@@ -9,6 +9,7 @@ Pseudo-code
     for each block of local expert GEMMs with something near it (`find_parallel.py`):
         an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
         an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
+        rows that come in two hops, and sums of experts' parts between two AllToAlls, fit no form
 
 What is found here is a guess about meaning: `peer_equivalence.py` runs the block against mock peers, and the guess is
 taken only if it gives the same results.
@@ -28,15 +29,8 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.match_all_to_all import match_all_to_all
-from moepass.passes.parallel.match.match_meshes import (
-    cut_experts,
-    last_hop,
-    match_cut_experts,
-    match_two_hops,
-    row_hops,
-)
 from moepass.passes.parallel.match.match_partial_sums import match_partial_sums
-from moepass.passes.parallel.match.near_experts import kept_in, most_nodes
+from moepass.passes.parallel.match.near_experts import kept_in
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 
@@ -85,7 +79,7 @@ def match_block(
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     try:
-        return _match_form(match, combine, after, arriving, groups, place, capture)
+        return _match_form(match, combine, arriving, groups, place, capture)
     except NotThisForm as error:
         kept = next(((one, memory) for one in arriving if (memory := kept_in(one)) is not None), None)
         if kept is None:
@@ -101,32 +95,22 @@ def match_block(
 def _match_form(
     match: BlockMatch,
     combine: Collective,
-    after: Communication,
     arriving: Sequence[Communication],
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
-    hops = row_hops(arriving, groups)
-    last = last_hop(
-        after, arriving, match.gemms[-1].outer, place, most_nodes(max(group.ranks for group in groups.values()))
-    )
-    # Of two hops there, and one back, the second there is a block of its own.
-    if combine.kind == "all_to_all" and hops is not None and last is not None:
-        return match_two_hops(match, combine, hops, last, groups, place, capture)
     if combine.kind == "all_to_all":
+        _check_one_hop(arriving)
         return match_all_to_all(match, combine, groups, place, capture)
-    cut = cut_experts(after, arriving, groups, match.gemms[-1].outer, place)
-    if cut is not None:
-        return match_cut_experts(match, cut, groups, place, capture)
     came_by = next((one for one in arriving if one.kind == "all_to_all"), None)
     over_others = came_by is not None and came_by.group_name != combine.group_name
     if combine.kind in ("all_reduce", "reduce_scatter") and came_by is not None and over_others:
         raise NotThisForm(
             f"its rows come by all_to_all {named(came_by.node)}, and {combine.kind} {named(combine.node)} adds up its "
-            "results before they go back, as where ranks hold a part of each expert's width; expected the same rows on "
-            "all these ranks, one AllReduce of their results, and the AllToAll back behind it: let them not gather "
-            "rows first, or use a size of 1 for the tensor parallelism of experts, and spread them over those ranks"
+            "results over another process group, as where ranks hold a part of each expert's width; expected complete "
+            "experts on one rank each: use a size of 1 for the tensor parallelism of experts, and spread the experts "
+            "over those ranks"
         )
     if combine.kind in ("all_reduce", "reduce_scatter"):
         return match_partial_sums(match, combine, groups[combine.group_name], place)
@@ -134,3 +118,16 @@ def _match_form(
         f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
         "reduce_scatter"
     )
+
+
+def _check_one_hop(arriving: Sequence[Communication]) -> None:
+    """Raise NotThisForm if rows come by AllToAlls over two process groups, one after the other."""
+    exchanges = [exchange for one in arriving if (exchange := collective_of(one.node)) is not None]
+    hops = [exchange for exchange in exchanges if exchange.kind == "all_to_all" and exchange.is_float]
+    first = next((hop for hop in hops if hop.group_name != hops[0].group_name), None)
+    if first is not None:
+        raise NotThisForm(
+            f"its rows come in two hops, by {named(first.node)} over one process group and by {named(hops[0].node)} "
+            "over another; expected one AllToAll of rows to the experts and one back: send rows over one process "
+            "group of all ranks that share the experts"
+        )

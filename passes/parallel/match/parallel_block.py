@@ -18,53 +18,10 @@ from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import indexed_dimensions
-from moepass.passes.ir.joint_groups import JointGroup
 from moepass.passes.ir.protocol import Group
 from moepass.passes.parallel.match.near_experts import is_size
 
 aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True)
-class Hops:
-    """How rows reach their experts in two hops: over the first axis of `grid`, from there over the second, and back.
-
-    `counts` are the exchanges of counts of both hops, or none; `there` and `back` those of rows, in host order. A rank
-    passes rows on sorted by the rank that they go to, and for each of them by expert if `by_expert`, else by the rank
-    that they came from.
-    """
-
-    grid: JointGroup
-    counts: tuple[Collective, ...]
-    there: tuple[Collective, Collective]
-    back: tuple[Collective, Collective]
-    by_expert: bool = False
-
-    def __str__(self) -> str:
-        grid = self.grid
-        return (
-            f"in hops over {grid.first.ranks} and {grid.second.ranks} ranks, the first side by side: {grid.is_inner}, "
-            f"passed on {'by expert' if self.by_expert else 'by origin'}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class PartsOfExperts:
-    """How the experts of a block are cut: ranks on the second axis of `grid` hold a part of each, and add up by `sum`.
-
-    The ranks on the first axis exchange rows, and each of them is sent as many of each expert as the others with its
-    place there. What they add up lies sorted by expert if `by_expert`, else by the rank that rows came from.
-    """
-
-    grid: JointGroup
-    sum: Collective
-    by_expert: bool = False
-
-    def __str__(self) -> str:
-        return (
-            f"over {self.grid.first.ranks} ranks, and are cut over {self.grid.second.ranks}, the first side by side: "
-            f"{self.grid.is_inner}, added up {'by expert' if self.by_expert else 'by origin'}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +37,6 @@ class ParallelBlock:
     `sink` is the value that the local form gives. `region` is what lies between, in host order.
     `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
     `bounds` says which experts each rank holds. If the block `drops`, some of its `ids` may be `experts`: none of them.
-    If rows take two `hops`, `exchanges` are those of both, over other groups than `group_name`, which has all ranks.
-    If experts are `cut`, `group_name` is the first axis, and the sum over the other one, no exchange of these, stays.
     """
 
     form: str
@@ -96,13 +51,6 @@ class ParallelBlock:
     exchanges: tuple[Collective, ...]
     region: tuple[Node, ...]
     drops: bool = False
-    hops: Hops | None = None
-    cut: PartsOfExperts | None = None
-
-    @property
-    def agreed_over(self) -> str:
-        """The group whose ranks must all take it, or leave it."""
-        return self.group_name if self.cut is None else self.cut.grid.name
 
     @property
     def experts(self) -> int:
@@ -110,23 +58,9 @@ class ParallelBlock:
         return self.bounds[-1]
 
     @property
-    def rank_counts(self) -> tuple[int, ...]:
-        """How many ranks it has, and where rows take two hops, how many each of these reaches."""
-        axes = () if self.hops is None else (self.hops.grid.first.ranks, self.hops.grid.second.ranks)
-        return self.group.ranks, *axes
-
-    @property
     def id_values(self) -> int:
         """How many values its `ids` may have."""
         return self.experts + self.drops
-
-    def with_other_order(self) -> ParallelBlock | None:
-        """The block whose ranks pass rows on by expert, or add them up so; None where neither happens."""
-        if self.hops is not None:
-            return dataclasses.replace(self, hops=dataclasses.replace(self.hops, by_expert=True))
-        if self.cut is not None:
-            return dataclasses.replace(self, cut=dataclasses.replace(self.cut, by_expert=True))
-        return None
 
     @property
     def travelling(self) -> tuple[Node, ...]:

@@ -28,7 +28,6 @@ from moepass.passes.graph.operations import base_operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.scenarios import Scenario
-from moepass.passes.parallel.ranges.any_padding import AnyPadding, padding_of
 from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
@@ -94,8 +93,6 @@ class MockBlock:
         self.experts = Steps.between(local.written, given, local.outputs)
         self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
         self.sizes = symbol_sizes(block)
-        # Whether runs choose how rows are padded.
-        self.is_padded = any(padding_of(node) is not None for node in block.region)
         # How wide the rows are that go into a GEMM and come out of it.
         self.widths = [(gemm.inner, gemm.outer) for gemm in block.gemms]
 
@@ -132,9 +129,9 @@ class MockRun:
         """The block's result for this rank's own `sources`; `answer` plays the other ranks."""
         return self._evaluate(self.mock.region, sources, answer)
 
-    def run_local_form(self, sources: Mapping[Node, Any], answer: Answer = no_collectives) -> Any:
-        """The local form's result for this rank's own `sources`; `answer` plays ranks that it adds up results with."""
-        return self._evaluate(self.mock.local_form, sources, answer)
+    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
+        """The local form's result for this rank's own `sources`."""
+        return self._evaluate(self.mock.local_form, sources, no_collectives)
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`, with what travels.
@@ -154,18 +151,12 @@ class MockRun:
 
     # ------------------------------------------------------------------------------------------------------ numbers
 
-    def peer_pairs(self, peer: int, own_pairs: int, experts: int | None = None) -> int:
-        """How many pairs the rank `peer` brings for this rank's experts, or for that many `experts`."""
-        experts = len(self.block.own_experts) if experts is None else experts
+    def peer_pairs(self, peer: int, own_pairs: int) -> int:
+        """How many pairs the rank `peer` brings for this rank's experts."""
+        experts = len(self.block.own_experts)
         if self.scenario.load and peer == 0:
             return min(max(self.scenario.load * own_pairs, 4), max(MOST_ROWS, own_pairs))
         return experts if self.scenario.full else self.scenario.peer_pairs
-
-    @property
-    def most_padding(self) -> int | None:
-        """How many rows of padding an expert has at most; None for those that the block adds itself."""
-        most = self.scenario.padding
-        return None if most is None else min(most, max(2, MOST_ROWS // self.block.experts))
 
     def random_rows(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64).sub_(0.5)
@@ -201,9 +192,6 @@ class MockRun:
             return self._gemm(number, node, value_of, self.block.own_experts)
         if node in self.local.gemms:
             return self._gemm(self.local.gemms[node], node, value_of, range(self.block.experts))
-        padding = padding_of(node)
-        if padding is not None:
-            return self._padded(node, padding, value_of)
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
@@ -219,13 +207,6 @@ class MockRun:
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         return self._call(node, map_nodes((node.args, node.kwargs), value_of), answer)
-
-    def _padded(self, node: Node, padding: AnyPadding, value_of: Callable[[Node], Any]) -> Any:
-        numbers = [value_of(each) for each in node.all_input_nodes]
-        seed = self.generator.initial_seed()
-        if isinstance(numbers[0], torch.Tensor):
-            return padding.padded(numbers[0].long(), self.most_padding, seed).to(fake_value(node).dtype)
-        return int(padding.padded(torch.tensor(sum(numbers)), self.most_padding, seed))
 
     def _call(self, node: Node, arguments: Any, answer: Answer) -> Any:
         args, kwargs = arguments

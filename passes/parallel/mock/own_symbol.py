@@ -35,7 +35,7 @@ from moepass.passes.parallel.mock.small_guess import Guess, SmallMock
 from moepass.passes.parallel.mock.small_sizes import Scale
 from moepass.passes.rows.row_layout import ratio
 
-AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())
+_AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())
 
 
 def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
@@ -69,7 +69,7 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
 class _Renamer(BlockCopier):
     def __init__(self, mock: MockBlock, tokens: sympy.Expr) -> None:
         self._own = sympy.Symbol("own_tokens", integer=True, nonnegative=True)
-        as_captured = SmallMock(mock, AS_CAPTURED)
+        as_captured = SmallMock(mock, _AS_CAPTURED)
         as_captured.sizes = {**mock.sizes, self._own: SYMBOL_SIZES[0]}
         super().__init__(as_captured, Guess())
         self._block, self._result = mock.block, mock.result

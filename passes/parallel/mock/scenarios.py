@@ -1,4 +1,4 @@
-"""How tokens are routed, and rows padded, in the mock runs of a parallel block."""
+"""How tokens are routed in the mock runs of a parallel block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Scenario:
 
     `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
     the first one `load` times as many as this rank where that is not 0, and all bring one for each expert where `full`.
-    Where rows are padded, each expert gets at most `padding` rows; without a number what the block itself adds.
     """
 
     name: str
@@ -28,7 +27,6 @@ class Scenario:
     peer_pairs: int
     load: int = 0
     full: bool = False
-    padding: int | None = None
 
 
 def anywhere(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
@@ -56,18 +54,8 @@ def among(ids: Sequence[int]) -> Draw:
 
 SCENARIOS = (
     Scenario("tokens anywhere", anywhere, anywhere, 13),
-    Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7, padding=150),
-    Scenario("peers without tokens", anywhere, anywhere, 0, padding=1),
-    Scenario("a peer with many tokens", anywhere, _all_to_one, 2, load=MOST_RATIO + 1, padding=40),
-    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True, padding=0),
-)
-# Where rows are padded: with other padding, and much of it beside much or little of everything else.
-PADDED_SCENARIOS = (
-    Scenario("tokens anywhere and no padding", anywhere, anywhere, 13, padding=0),
-    Scenario("tokens anywhere and much padding", anywhere, anywhere, 5, padding=200),
-    Scenario("a row of padding", anywhere, anywhere, 29, padding=1),
-    Scenario("a few rows of padding", anywhere, anywhere, 17, padding=3),
-    Scenario("all tokens to one expert and little padding", _all_to_one, _all_to_one, 31, padding=2),
-    Scenario("a peer with many tokens and little padding", anywhere, anywhere, 2, load=MOST_RATIO + 1, padding=7),
-    Scenario("a peer with many tokens and the block's padding", anywhere, anywhere, 2, load=MOST_RATIO + 1),
+    Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7),
+    Scenario("peers without tokens", anywhere, anywhere, 0),
+    Scenario("a peer with many tokens", anywhere, _all_to_one, 2, load=MOST_RATIO + 1),
+    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True),
 )

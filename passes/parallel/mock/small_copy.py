@@ -33,7 +33,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.node_arguments import replace_numbers
 from moepass.passes.graph.nodes import fake_value, map_nodes
-from moepass.passes.parallel.match.parallel_block import Hops
 from moepass.passes.parallel.mock.feature_flow import tells_features_apart
 from moepass.passes.parallel.mock.mock_run import MockBlock, MockRun
 from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
@@ -136,8 +135,6 @@ class BlockCopier:
             sink=of(block.sink),
             exchanges=tuple(map(self._exchange, block.exchanges)),
             region=tuple(map(of, region)),
-            hops=None if block.hops is None else self._hops(block.hops),
-            cut=None if block.cut is None else dataclasses.replace(block.cut, sum=self._exchange(block.cut.sum)),
         )
         small_local = copy.copy(local)
         small_local.block = small_block
@@ -177,12 +174,6 @@ class BlockCopier:
         return dataclasses.replace(
             exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()
         )
-
-    def _hops(self, hops: Hops) -> Hops:
-        counts, (first, second), (onwards, last) = (
-            tuple(map(self._exchange, of_rows)) for of_rows in (hops.counts, hops.there, hops.back)
-        )
-        return dataclasses.replace(hops, counts=counts, there=(first, second), back=(onwards, last))
 
     # -------------------------------------------------------------------------------------------------------- nodes
 

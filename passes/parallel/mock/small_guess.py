@@ -27,7 +27,6 @@ from moepass.passes.parallel.mock.mock_run import (
     MockBlock,
     MockRun,
     concrete,
-    no_collectives,
 )
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
 from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
@@ -191,8 +190,8 @@ class _GuessingRun(MockRun):
     def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
         return self._comparing(lambda: super(_GuessingRun, self).run_block(sources, answer))
 
-    def run_local_form(self, sources: Mapping[Node, Any], answer: Answer = no_collectives) -> Any:
-        return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources, answer))
+    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
+        return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources))
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         # Other rows than those of the captured block.

@@ -152,11 +152,10 @@ def _most_rows(mock: MockBlock, scale: Scale) -> int:
     """Rows in the largest of the mock runs."""
     block, growing, ranks = mock.block, scale.growing, mock.block.group.ranks
     own = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
-    times = 1 if block.hops is None else 2  # what is passed on beside what comes
     if block.form == "all_to_all":
-        return int(own + times * (max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts))))
+        return int(own + max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts)))
     if block.form == "all_to_all_slots":
-        return int((1 + times) * own)
+        return int(2 * own)
     top_k = int(fake_value(block.sources["ids"]).shape[1])
     most = max(scenario.load for scenario in SCENARIOS) * own + 3
     return int(own * top_k if block.form == "all_reduce" else most * top_k * ranks)
@@ -171,13 +170,7 @@ def _growing(block: ParallelBlock) -> Growing | None:
     owned = {stop - start for start, stop in itertools.pairwise(block.bounds)}
     if block.form == "all_to_all_slots":
         slots = source // experts
-        factors = {
-            1,
-            experts,
-            *owned,
-            *block.bounds,
-            *(count * own for count in block.rank_counts for own in owned),
-        } - {0}
+        factors = {1, experts, *owned, *block.bounds, *(ranks * own for own in owned)} - {0}
         return None if slots * experts != source else _sized(slots, SMALL_SLOTS, experts, factors)
     if block.form == "all_to_all":
         tokens = routed_tokens(block)
@@ -216,8 +209,6 @@ def _small_inner(block: ParallelBlock) -> tuple[int, int]:
 
 def _fixed_numbers(block: ParallelBlock) -> frozenset[int]:
     own = block.own_experts
-    counts = {len(own), block.experts, *block.rank_counts, *block.bounds, block.group.rank}
-    if block.hops is not None:
-        counts.update(count * len(own) for count in block.rank_counts)
+    counts = {len(own), block.experts, block.group.ranks, *block.bounds, block.group.rank}
     counts.update(int(fake_value(node).shape[1]) for role, node in block.sources.items() if role == "ids")
     return frozenset(count + step for count in counts for step in (-1, 0, 1))

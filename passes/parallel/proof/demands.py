@@ -7,8 +7,6 @@ import torch
 from moepass.passes.parallel.mock.mock_run import ContractBroken
 
 TOLERANCE = 1e-9
-# Ends the reasons of what would be right in another order, which is tried as well.
-IN_ANOTHER_ORDER = "or in another order than its ranks agree on"
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

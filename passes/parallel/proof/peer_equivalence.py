@@ -6,8 +6,6 @@ the contract too:
 
     all_to_all      a rank is sent, rank by rank, rows sorted by expert and how many there are of each expert; it sends
                     back each row's output in the same place
-    .. in two hops  the same, and a rank passes on what ranks of one axis send to those of the other (two_hops.py)
-    .. of cut experts  the same, and a rank adds up outputs with those that hold other parts (added_parts.py)
     partial sums    a rank adds up, for every token of every rank, what its own experts contribute
 
 Each rank proves its own graph, with its own constants, so together they prove the whole exchange.
@@ -27,36 +25,26 @@ from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun, no_collectives
-from moepass.passes.parallel.proof.added_parts import AddedParts
+from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun
 from moepass.passes.parallel.proof.demands import demand, equal
 from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
-from moepass.passes.parallel.proof.two_hops import check_two_hops
 
 
 def check_run(run: MockRun) -> None:
     """Raises ContractBroken where the block, or its local form, does not follow the contract in this run."""
     scenario = run.scenario
     try:
-        if run.block.hops is not None:
-            check_two_hops(run)
-        elif run.block.form.startswith("all_to_all"):
+        if run.block.form.startswith("all_to_all"):
             _check_exchange(run)
         else:
             _check_partial_sums(run)
     except ContractBroken as error:
-        raise ContractBroken(f"with {scenario.name}{_padding(run)}, {error}") from None
+        raise ContractBroken(f"with {scenario.name}, {error}") from None
     except NotThisForm:
         raise
     except Exception as error:
         # A node that cannot run on the mock's numbers means that the guess about the block was wrong.
-        raise ContractBroken(f"with {scenario.name}{_padding(run)}, {why_it_stopped(error)}") from error
-
-
-def _padding(run: MockRun) -> str:
-    """How a run pads the rows of a block that does."""
-    most = run.most_padding
-    return f" and 0 to {most} rows of padding for each expert" if run.mock.is_padded and most is not None else ""
+        raise ContractBroken(f"with {scenario.name}, {why_it_stopped(error)}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------- AllToAll
@@ -76,7 +64,6 @@ def _check_exchange(run: MockRun) -> None:
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):
         # What this rank has for itself is known to it here.
         peers[block.group.rank] = own.part_of(block.own_experts, block.bounds, block.group.rank)
-    added = None if block.cut is None else AddedParts(run, own, peers)
     dispatch, *beside = block.dispatches
     *counts, combine = (exchange for exchange in block.exchanges if exchange not in block.dispatches)
 
@@ -103,22 +90,16 @@ def _check_exchange(run: MockRun) -> None:
                 check_sizes(send, receive)
                 return torch.cat([part.travelling[number] for part in peers])
         if collective.node is combine.node:
-            expected = expert_outputs(run, peers) if added is None else added.sums_of_peers()
+            expected = expert_outputs(run, peers)
             demand(equal(sent, expected), "it sends back other outputs than its experts' for the rows")
-            return own_outputs()
-        if added is not None and block.cut is not None and collective.node is block.cut.sum.node:
-            return added.answer_in_block(collective, sent)
+            return expert_outputs(run, [own])
         raise ContractBroken(f"it needs an answer to {collective.kind}")
-
-    def own_outputs() -> torch.Tensor:
-        return expert_outputs(run, [own]) if added is None else added.own_sums()
 
     values = {rows_node: own.rows, **dict(zip(block.travelling, own.travelling, strict=True))}
     if counts_node is not None:
         values[counts_node] = own.counts.view(run.mock.shape(counts_node))
     run.run_block(values, answer)
-    outputs = run.run_local_form(values, no_collectives if added is None else added.answer_in_local_form)
-    demand(equal(outputs, own_outputs()), "its local form gives something else")
+    demand(equal(run.run_local_form(values), expert_outputs(run, [own])), "its local form gives something else")
 
 
 # ------------------------------------------------------------------------------------------------------- partial sums

@@ -9,7 +9,6 @@ Pseudo-code
     the activation function treats every row alone (row_flow), so any function of a row stands for it
     data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (value_ranges)
     a number of tokens that is computed from other sizes gets a symbol of its own (own_symbol)
-    where rows are padded, the runs choose by how many (free_padding)
     make a small copy of the block: few tokens, slots and features (small_copy)
     where none can be made: the block as it was captured, if that fits in memory
     run it with mock peers, in every scenario, and with every expert chosen (peer_equivalence)
@@ -29,10 +28,9 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.parallel.local_form.data_flow import data_nodes
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.mock.free_padding import with_free_padding
 from moepass.passes.parallel.mock.mock_run import ContractBroken, MockBlock, MockRun
 from moepass.passes.parallel.mock.own_symbol import with_own_symbol
-from moepass.passes.parallel.mock.scenarios import PADDED_SCENARIOS, SCENARIOS, Scenario, among, anywhere
+from moepass.passes.parallel.mock.scenarios import SCENARIOS, Scenario, among, anywhere
 from moepass.passes.parallel.mock.small_copy import small_copies
 from moepass.passes.parallel.mock.small_guess import NoSmallCopy
 from moepass.passes.parallel.mock.small_sizes import run_bytes
@@ -54,16 +52,7 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
     # The compiler runs in fake mode; these numbers, and the constants of the graph, are real.
     with unset_fake_temporarily(), torch.no_grad():
         own = with_own_symbol(MockBlock(block, local, result, functions), data)
-        free = with_free_padding(own)
-        failure: NotThisForm | ContractBroken | None = None
-        # What looks like padding may be something else, as the number of another expert.
-        for copy in (free,) if free is own else (free, own):
-            try:
-                return _prove_for_all_sizes(copy.mock, copy.data)
-            except (NotThisForm, ContractBroken) as error:
-                failure = failure or error
-        assert failure is not None, "one of them is tried"
-        raise failure
+        _prove_for_all_sizes(own.mock, own.data)
 
 
 def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
@@ -89,8 +78,7 @@ def _ranges(mock: MockBlock, data: set[Node]) -> ValueRanges:
 
 
 def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
-    padded = PADDED_SCENARIOS if mock.is_padded else ()
-    for seed, scenario in enumerate((*SCENARIOS, *padded, *_with_every_id(mock))):
+    for seed, scenario in enumerate((*SCENARIOS, *_with_every_id(mock))):
         check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
     ranges.check()
 

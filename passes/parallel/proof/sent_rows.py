@@ -51,28 +51,9 @@ class SentRows:
         rows, *travelling = (beside.split(sizes)[rank] for beside in (self.rows, *self.travelling))
         return SentRows(rows, counts, experts, tuple(travelling), self.counts)
 
-    def among(self, experts: range) -> SentRows:
-        """What goes to `experts` of those that it goes to."""
-        assert not self.travelling, "nothing travels with rows that are passed on"
-        bounds = (self.experts.start, experts.start, experts.stop, self.experts.stop)
-        counts = torch.zeros_like(self.counts)
-        counts[experts.start : experts.stop] = self.counts[experts.start : experts.stop]
-        _, rows, _ = self.rows.split(self.sizes_by_rank(bounds))
-        return SentRows(rows, counts, experts, (), self.all_counts)
-
-    def sizes(self) -> list[int]:
-        """How many rows there are of each expert."""
-        return self.sizes_by_rank(range(self.experts.start, self.experts.stop + 1))
-
     def sizes_by_rank(self, bounds: Sequence[int]) -> list[int]:
         before = [0, *self.counts.cumsum(0).tolist()]
         return [before[stop] - before[start] for start, stop in itertools.pairwise(bounds)]
-
-
-def by_expert(parts: Sequence[SentRows], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`values` of the rows of `parts`, which go to the same experts: sorted by expert, and for each part by part."""
-    pieces = [value.split(part.sizes()) for part, value in zip(parts, values, strict=True)]
-    return torch.cat([of_expert for of_all in zip(*pieces, strict=True) for of_expert in of_all])
 
 
 def _beside(run: MockRun, rows: int) -> tuple[torch.Tensor, ...]:
@@ -80,13 +61,9 @@ def _beside(run: MockRun, rows: int) -> tuple[torch.Tensor, ...]:
     return tuple(run.random_rows(rows, *run.mock.shape(node)[1:]) for node in run.block.travelling)
 
 
-def expert_outputs(run: MockRun, parts: Sequence[SentRows], numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """What the experts give for `parts`, one after the other: each row's output in its place.
-
-    `numbers` are those of the experts where rows are sorted by expert in another order.
-    """
-    numbers = torch.arange(run.block.experts) if numbers is None else numbers
-    experts = numbers.repeat(len(parts))
+def expert_outputs(run: MockRun, parts: Sequence[SentRows]) -> torch.Tensor:
+    """What the experts give for `parts`, one after the other: each row's output in its place."""
+    experts = torch.arange(run.block.experts).repeat(len(parts))
     ids = repeat_each(experts, torch.cat([part.counts for part in parts]))
     travelling = [torch.cat(beside) for beside in zip(*(part.travelling for part in parts), strict=True)]
     return run.experts(torch.cat([part.rows for part in parts]), ids, travelling)

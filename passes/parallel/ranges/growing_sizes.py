@@ -37,12 +37,12 @@ _VIEWS = {"view", "_unsafe_view", "reshape"}
 
 def structural_numbers(block: ParallelBlock) -> frozenset[int]:
     """Ranks, experts of each token where that is known, and their product; where every expert has the same number of
-    slots, experts, those of each rank, and these times ranks. Where rows take two hops, ranks are those of each too.
+    slots, experts, those of each rank, and these times ranks.
     """
     each = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
     if block.form == "all_to_all_slots":
         each += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
-    return frozenset(ranks * number for ranks in (1, *block.rank_counts) for number in (1, *each))
+    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in (1, *each))
 
 
 def token_numbers(block: ParallelBlock) -> frozenset[int]:

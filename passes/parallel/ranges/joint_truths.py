@@ -48,7 +48,6 @@ from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation, is_accumulating_write, is_mask
-from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
@@ -56,7 +55,7 @@ from moepass.passes.parallel.ranges.value_range import Kind, Range
 _BY_ELEMENT = {
     "add", "sub", "mul", "neg", "where", "masked_fill", "clone", "contiguous", "alias", "detach", "_to_copy",
     "convert_element_type", "lift_fresh_copy", "wait_tensor", "clamp", "clamp_min", "clamp_max", "minimum", "maximum",
-    "floor_divide", "div", "remainder", "fmod", "getitem", "logical_and", "bitwise_and", ANY_PADDING,
+    "floor_divide", "div", "remainder", "fmod", "getitem", "logical_and", "bitwise_and",
 }  # fmt: skip
 _SORTS = {"sort", "argsort"}
 _COUNTS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc"}

@@ -46,7 +46,6 @@ from moepass.passes.graph.operations import (
     operation,
 )
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.exact_types import check_type
 from moepass.passes.parallel.ranges.growing_sizes import (
     CHANGE,
@@ -59,7 +58,6 @@ from moepass.passes.parallel.ranges.growing_sizes import (
 from moepass.passes.parallel.ranges.joint_truths import JointTruths
 from moepass.passes.parallel.ranges.range_arithmetic import BOUNDS, DIVISIONS, size_range
 from moepass.passes.parallel.ranges.range_sums import SUMS, RangeSums
-from moepass.passes.parallel.ranges.read_lengths import ends_with
 from moepass.passes.parallel.ranges.value_range import (
     COMPARISONS,
     COUNT,
@@ -207,8 +205,6 @@ class ValueRanges(RangeSums):
             return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
         if base == "repeat_interleave":
             return self._repeated(node)
-        if base == ANY_PADDING:
-            return self._padded(node)
         if base == "sort":
             return self.range_of(node.args[0]).moved(node)
         if base == "argsort":
@@ -219,14 +215,6 @@ class ValueRanges(RangeSums):
             f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows; {CHANGE}"
         )
 
-    def _padded(self, node: Node) -> Range:
-        """Numbers with any more that a run chooses: known to be no less only where they are 0 or more."""
-        given = [self.range_of(each) for each in node.all_input_nodes]
-        if any(each.empty or each.low < 0 for each in given):
-            raise NotThisForm(
-                f"{node.name} ({node.target}) rounds up what may be below 0, or nobody has written; {CHANGE}"
-            )
-        return growing(joined(*given))
 
     def _item(self, node: Node) -> Range:
         source, position = node.args
@@ -315,16 +303,11 @@ class ValueRanges(RangeSums):
     def _searched(self, node: Node, arguments: dict[str, Any]) -> Range:
         """How many elements of a sequence lie below each value."""
         sequence, values = arguments["sorted_sequence"], self.range_of(arguments["self"])
-        number = fake_value(sequence).shape[-1]
         if arguments.get("sorter") is not None or values.empty or self.range_of(sequence).empty:
             raise NotThisForm(f"{node.name} ({node.target}) searches what is not known to be sorted; {CHANGE}")
         if self.range_of(sequence).kind <= Kind.CHOSEN and values.kind is Kind.FIXED:
             return COUNT  # of sorted expert ids
-        if not isinstance(number, int) or fake_value(sequence).dim() != 1:
-            raise NotThisForm(f"{node.name} ({node.target}) searches places that grow with tokens; {CHANGE}")
-        last = number - 1 if ends_with(arguments["self"], sequence) else number
-        self.tried.require_all(node, last + 1)
-        return Range(0, last, Kind.CHOSEN, node)
+        raise NotThisForm(f"{node.name} ({node.target}) searches places that grow with tokens; {CHANGE}")
 
     # --------------------------------------------------------------------------------------------------- checks
 

@@ -99,13 +99,10 @@ class SplitOfStacks(ExactLayer):
         outputs = self._run(arrived[places], arriving.view(self.ranks, owned).sum(dim=0))
         unpermuted = outputs.new_empty(outputs.shape)
         unpermuted[places] = outputs
-        returned = self.exchange_back(unpermuted, receive, send)
+        returned = exchange_rows(unpermuted, receive, send, self.group_name)
         weighed = (returned.float() * scores.view(-1)[order].unsqueeze(-1)).to(hidden.dtype)
         token = (order // self.sizes.top_k).unsqueeze(-1).expand(-1, hidden.shape[1])
         return torch.zeros_like(hidden).scatter_add(0, token, weighed)
-
-    def exchange_back(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        return exchange_rows(rows, send, receive, self.group_name)
 
     def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         sizes = counts.tolist()

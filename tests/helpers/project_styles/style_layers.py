@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -10,13 +11,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moepass.passes.dense.group_exchanged_slots import group_exchanged_slots
+from moepass.passes.graph.collectives import group_names
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.masks.sort_masks import sort_masks
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.slots.compute_read_slots import compute_read_slots
-from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
+from moepass.runtime.execute.adoption import process_groups
 from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.readable_refusals import check_readable
 from tests.helpers.graphs.simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank
@@ -25,13 +27,6 @@ from tests.helpers.project_styles.exact_style import SlicesOfModules, SplitOfSta
 from tests.helpers.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
 from tests.helpers.project_styles.megatron_style import MaskedDispatch
 from tests.helpers.project_styles.overlap_style import OverlappedHalves, OverlappedModules
-from tests.helpers.project_styles.padded_style import (
-    ModulesThatPad,
-    PaddedByJoin,
-    PaddedByScatter,
-    PaddedBySearch,
-    PaddedByTable,
-)
 from tests.helpers.project_styles.slots_style import BatchedSlots, EinsumSlots, IndexedSlots
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
@@ -51,16 +46,11 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "scaled modules": (ScaledModules, "all_to_all"),
     "overlapped halves": (OverlappedHalves, "all_to_all"),
     "overlapped modules": (OverlappedModules, "all_to_all"),
-    "padded by search": (PaddedBySearch, "all_to_all"),
-    "padded by table": (PaddedByTable, "all_to_all"),
-    "padded by scatter": (PaddedByScatter, "all_to_all"),
-    "padded by join": (PaddedByJoin, "all_to_all"),
-    "modules that pad": (ModulesThatPad, "all_to_all"),
 }
 # Forms in which every rank must have the same number of tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
 PASSES = (
-    sort_masks, leave_out_padding, write_grouped_gemms, group_exchanged_slots, eliminate_expert_parallelism,
+    sort_masks, write_grouped_gemms, group_exchanged_slots, eliminate_expert_parallelism,
     look_up_one_hots, compute_read_slots,
 )  # fmt: skip
 SIZES = StyleSizes()
@@ -80,7 +70,8 @@ def capture_layer(
     with pretend_rank(rank, ranks):
         model = layer(dist.group.WORLD)  # type: ignore[arg-type]
         hidden = hidden_rows(sizes.hidden, tokens, rank, sizes.dtype)
-        return capture_module(model, hidden, rank, ranks, dynamic=dynamic, lower=lower)
+        captured = capture_module(model, hidden, rank, ranks, dynamic=dynamic, lower=lower)
+        return dataclasses.replace(captured, groups=process_groups(group_names(captured.module.graph)))
 
 
 def capture_style(

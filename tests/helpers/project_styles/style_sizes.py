@@ -85,14 +85,6 @@ class BiasedExpert(nn.Module):
         self.down = random_weight(sizes, 10 * expert + 5, sizes.hidden, sizes.width)
         self.down_bias = random_weight(sizes, 10 * expert + 6, sizes.hidden)
 
-    def cut(self, part: slice, *, has_bias: bool) -> None:
-        """Keep a part of the width. The results of all parts add up if only one part has the last bias."""
-        self.up, self.up_bias, self.down = (
-            nn.Parameter(tensor.clone(), requires_grad=False)
-            for tensor in (self.up[part], self.up_bias[part], self.down[:, part])
-        )
-        self.down_bias = nn.Parameter(self.down_bias * has_bias, requires_grad=False)
-
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         inner = nn.functional.gelu(nn.functional.linear(rows, self.up, self.up_bias))
         return nn.functional.linear(inner, self.down, self.down_bias)

@@ -107,7 +107,6 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
     result = compile_graph(streamed(Stack(depth=2), tokens()).module, PassContext())
     assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {
         "sort_masks",
-        "leave_out_padding",
         "write_grouped_gemms",
         "group_exchanged_slots",
         "eliminate_expert_parallelism",

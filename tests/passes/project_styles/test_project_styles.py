@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.ir.protocol import Group
 from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
+from tests.helpers.project_styles.padded_style import PaddedRows
 from tests.helpers.project_styles.style_layers import (
     EVEN_FORMS,
     SIZES,
     STYLES,
+    capture_layer,
     capture_style,
     eliminate_readably,
     host_syncs,
@@ -93,6 +96,14 @@ VARIANTS = (check_four_ranks_and_skew, check_bfloat16, check_fixed_sizes, check_
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "batched slots"])
 def test_a_variant_of_every_style_is_taken_whole_and_right(style: str, check: Callable[[str], None]) -> None:
     check(style)
+
+
+def test_rows_that_are_padded_between_the_exchanges_are_refused() -> None:
+    result = eliminate_readably(capture_layer(functools.partial(PaddedRows, SIZES), 0, 2))
+    (refusal,) = result.refusals
+    assert "divides a place or a size by the constant 128" in refusal.reason
+    assert "padded_style.py" in refusal.source_line
+    assert collective_kinds(result) == ["all_to_all"] * 3
 
 
 @pytest.mark.slow

@@ -30,51 +30,40 @@ STYLES = {
     "scaled modules": "converted_style.ScaledModules",
     "overlapped halves": "overlap_style.OverlappedHalves",
     "overlapped modules": "overlap_style.OverlappedModules",
-    "padded by search": "padded_style.PaddedBySearch",
-    "padded by table": "padded_style.PaddedByTable",
-    "padded by scatter": "padded_style.PaddedByScatter",
-    "padded by join": "padded_style.PaddedByJoin",
-    "modules that pad": "padded_style.ModulesThatPad",
 }
-# Other parallelism around experts, and its collectives, which stay; experts over two axes of a mesh.
+# Other parallelism around experts, and its collectives, which stay.
 AROUND = {
     "mesh": ("mesh_style.OneAxisOfMesh", ["all_reduce"] * 2),
     "mesh, masks": ("mesh_style.OneAxisOfMeshWithMasks", ["all_reduce"] * 2),
     "sequence parallel": ("mesh_style.SequenceParallel", ["all_gather", "reduce_scatter"] * 2),
     "sequence parallel, bare": ("mesh_style.SequenceParallelBare", ["all_gather", "reduce_scatter"] * 2),
-    "hops, slots, between first": ("hops_style.SlotsBetweenMachinesFirst", []),
-    "hops, slots, within first": ("hops_style.SlotsWithinMachineFirst", []),
-    "hops, between first": ("hops_style.ExactBetweenMachinesFirst", []),
-    "hops, by expert": ("hops_style.ExactByExpert", []),
-    "hops, within first": ("hops_style.ExactWithinMachineFirst", []),
-    "cut slots": ("mesh_style.CutSlots", ["all_reduce"]),
-    "cut experts": ("mesh_style.CutExperts", ["all_reduce"] * 2),
-    "cut experts, in order": ("mesh_style.CutExpertsInOrder", ["all_reduce"] * 2),
-    "cut experts of tokens": ("mesh_style.CutExpertsOfTokens", ["all_reduce"]),
+}
+# Layers that are refused, with the number of their AllToAlls.
+REFUSED = {
+    "two hops": ("mesh_style.SlotsInTwoHops", 4),
+    "cut by width": ("mesh_style.ExpertsCutByWidth", 3),
+    "padded rows": ("padded_style.PaddedRows", 3),
 }
 # The number of slots depends on a rank's tokens, and a gather needs equally many rows from each rank.
 EVEN = (
     "gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops", "sequence parallel",
-    "sequence parallel, bare", "hops, slots, between first", "hops, slots, within first", "cut slots", "cut experts",
-    "cut experts, in order", "cut experts of tokens",
+    "sequence parallel, bare", "two hops", "cut by width",
 )  # fmt: skip
-# Two ranks that hold parts of the same experts bring the same tokens.
-ALIKE = ("cut experts of tokens",)
 # Styles that exchange and gather tokens, for the fast tests.
 QUICK = ("deepseek", "gathered order")
 # One style for each kind of segments that Inductor gets; the other styles differ in what the passes take out.
 WITH_INDUCTOR = {
     "gshard": torch.float32, "torchtitan loop": torch.bfloat16, "megatron": torch.float32,
-    "gathered with drops": torch.bfloat16, "overlapped halves": torch.bfloat16, "padded by table": torch.bfloat16,
+    "gathered with drops": torch.bfloat16, "overlapped halves": torch.bfloat16,
 }  # fmt: skip
 # Runs for which a layer is compiled once.
 ONCE: dict[str, Any] = {"runs": (12, 40, 7), "dynamic": True}
-AROUND_WITH_INDUCTOR = ("sequence parallel", "hops, by expert", "cut experts of tokens")
+AROUND_WITH_INDUCTOR = ("sequence parallel",)
 
 
 def compare(style: str, sizes: StyleSizes, lower: str, runs: tuple[int, ...], dynamic: bool | None) -> list[Any]:
     """Return the largest relative difference of each run, the texts of the plans, and the remaining collectives."""
-    module, name = (STYLES[style] if style in STYLES else AROUND[style][0]).split(".")
+    module, name = (STYLES | {other: layer for other, (layer, _) in (AROUND | REFUSED).items()})[style].split(".")
     style_module = importlib.import_module(f"tests.helpers.project_styles.{module}")
     model, reference = (getattr(style_module, name)(sizes, dist.group.WORLD).eval() for _ in range(2))
     rank = dist.get_rank()
@@ -90,7 +79,7 @@ def compare(style: str, sizes: StyleSizes, lower: str, runs: tuple[int, ...], dy
         compiled = torch.compile(model, backend="asyncep", dynamic=dynamic, options={"lower": lower})
         for number, tokens in enumerate(runs):
             rank_tokens = tokens if style in EVEN else tokens + 5 * rank
-            generator = torch.Generator().manual_seed(10 * number + (rank // 2 if style in ALIKE else rank))
+            generator = torch.Generator().manual_seed(10 * number + rank)
             hidden = torch.randn(rank_tokens, sizes.hidden, generator=generator).to(sizes.dtype)
             expected = reference(hidden).float()
             differences.append(float((compiled(hidden).float() - expected).abs().max() / expected.abs().max()))
@@ -157,3 +146,16 @@ def test_other_parallelism_around_experts(style: str, lower: str) -> None:
     first_for_one_number = lower == "eager" and style in AROUND_WITH_INDUCTOR
     sizes = dataclasses.replace(StyleSizes(), skew=2.0)
     check(style, 4, sizes, lower, **({} if first_for_one_number else ONCE))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("style", REFUSED)
+def test_refused_layers_run_as_they_are_written(style: str) -> None:
+    for differences, blocks, refusals, left in run_ranks(
+        4, compare, style, StyleSizes(), "eager", ONCE["runs"], ONCE["dynamic"], timeout=300.0
+    ):
+        assert max(differences) < 1e-5
+        assert blocks == [[]]
+        assert len(refusals) == 1
+        assert left.count("all_to_all") == REFUSED[style][1]
