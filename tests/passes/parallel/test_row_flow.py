@@ -153,7 +153,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
 @pytest.mark.parametrize("mixes", MIXING)
 def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool) -> None:
     activation, operation = MIXING[mixes]
-    reason = _refusal("all_to_all", activation, dynamic)
+    reason = _refusal("all_reduce", activation, dynamic)
     assert operation in reason
     assert "computes every row alone" in reason
     assert "_at_" not in reason  # names of nodes must not appear

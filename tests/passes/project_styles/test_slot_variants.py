@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, max_over_ranks
+from moepass.passes.graph.collectives import collective_of
 from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.project_styles.exact_style import ExactLayer
 from tests.helpers.project_styles.slots_style import BatchedSlots, EqualAllToAll
@@ -132,11 +133,12 @@ def test_a_layer_may_send_the_slots_that_the_layer_before_received(monkeypatch: 
         graph = captured_rank.module.graph
         # Each layer exchanges slots and results.
         exchanges = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_to_all_single.default)
-        (results,) = exchanges[1].users
-        slots = exchanges[2]
-        slots.replace_input_with(slots.args[0], results)
-    results_of_ranks = [eliminate_readably(captured_rank) for captured_rank in captured]
-    for result in results_of_ranks:
+        first, second = collective_of(exchanges[1]), collective_of(exchanges[2])
+        assert first is not None
+        assert second is not None
+        second.node.replace_input_with(second.input, first.result)
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
+    for result in results:
         assert len(result.plan.banks) == 2, result.plan.refusals
         assert collective_kinds(result) == []
-    check_same_outputs(captured, results_of_ranks, [(9, 9)])
+    check_same_outputs(captured, results, [(9, 9)])
