@@ -215,7 +215,6 @@ class ValueRanges(RangeSums):
             f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows; {CHANGE}"
         )
 
-
     def _item(self, node: Node) -> Range:
         source, position = node.args
         is_order = isinstance(source, Node) and base_operation(source) == "sort" and position == 1
