@@ -171,8 +171,7 @@ def _compile(
     if store and plan.slot_stays:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug, plan.slot_bytes)
-    spread_over = {bank.group for bank in plan.banks} | {block.group for block in plan.local_blocks}
-    eager_watch.watch(spread_over - {""})
+    eager_watch.watch({bank.group for bank in plan.banks if bank.group})
     findings = RunFindings()
     executor = Executor(
         lowered.top,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch.fx import Graph
 
@@ -77,7 +77,7 @@ def exchanges_by_group(graph: Graph) -> dict[str, tuple[str, ...]]:
 def blocks_to_leave(proposals: Sequence[Proposal]) -> dict[str, str]:
     """The blocks that not all ranks take alike, by name, with the reason; UNEXPLAINED where texts have to tell it."""
     names = dict.fromkeys(block.name for proposal in proposals for block in proposal.takes)
-    unequal = _first_difference({rank: proposal.exchanges for rank, proposal in enumerate(proposals)})
+    unequal = _first_difference([proposal.exchanges for proposal in proposals])
     found: dict[str, str] = {}
     for name in names:
         reason = _why_not(name, proposals)
@@ -107,21 +107,18 @@ def _why_not(name: str, proposals: Sequence[Proposal]) -> str | None:
     return None
 
 
-def explain_difference(texts: Sequence[Sequence[str]] | Mapping[int, Sequence[str]], what: str) -> str | None:
-    """Where the `texts` of ranks about `what` differ first, in words; None where they are equal.
-
-    They are those of all ranks in order, or by rank.
-    """
-    difference = _first_difference(texts if isinstance(texts, Mapping) else dict(enumerate(texts)))
+def explain_difference(texts: Sequence[Sequence[str]], what: str) -> str | None:
+    """Return where the `texts` of all ranks about `what` differ first, in words, or None if they are equal."""
+    difference = _first_difference(texts)
     return None if difference is None else f"{what} differ between ranks: {difference}"
 
 
-def _first_difference(texts: Mapping[int, Sequence[str]]) -> str | None:
-    (first_rank, first), *others = texts.items()
-    for rank, text in others:
+def _first_difference(texts: Sequence[Sequence[str]]) -> str | None:
+    first = texts[0]
+    for rank, text in enumerate(texts):
         if list(text) == list(first):
             continue
         for of_first, other in itertools.zip_longest(first, text, fillvalue="nothing more"):
             if of_first != other:
-                return f"`{of_first}` on rank {first_rank}, `{other}` on rank {rank}"
+                return f"`{of_first}` on rank 0, `{other}` on rank {rank}"
     return None

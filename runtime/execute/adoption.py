@@ -139,7 +139,7 @@ def _replica_check(
     nodes = {node.name: (position, node) for position, node in enumerate(graph_inputs(captured.graph))}
     inputs = {nodes[name][0]: input_name(nodes[name][1]) for name in plan.replicated}
     signature = " ".join(block.signature for block in needing)
-    blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
+    blocks = taken_blocks(plan.local_blocks)
     return ReplicaCheck(functools.partial(_group, group_name), inputs, signature, blocks, timeout_s, debug)
 
 

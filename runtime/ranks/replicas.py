@@ -120,9 +120,8 @@ class ReplicaCheck:
         """Return the number of the meeting, and the difference or None."""
         texts = [self._signature] + [f"{words}: {describe(arguments[index])}" for index, words in self._inputs.items()]
         rendezvous = Rendezvous(store_of(group), group.rank(), group.size(), self._timeout_s, _COMPARISON)
-        by_rank = dict(rendezvous.exchange("list of checksums", texts, list[str]))
-        in_order = [by_rank[rank] for rank in sorted(by_rank)]
-        return rendezvous.number, explain_difference(in_order, "the inputs that it is computed from")
+        of_ranks = [of_rank for _, of_rank in rendezvous.exchange("list of checksums", texts, list[str])]
+        return rendezvous.number, explain_difference(of_ranks, "the inputs that it is computed from")
 
 
 # One Comparisons per process group.

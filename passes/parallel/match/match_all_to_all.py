@@ -43,7 +43,7 @@ def match_all_to_all(
         combine.result,
         place,
         most_nodes(group.ranks),
-        stop_at=frozenset((*sizes_of_rows(brings_rows), *expert_tensors(match, set(), place))),
+        stop_at=frozenset((*_sizes_of_rows(brings_rows), *expert_tensors(match, set(), place))),
         stop_at_inputs_of=lambda found: (
             (found.kind == "all_to_all" or (found.kind == "all_gather" and not found.is_float))
             and found.group_name in same
@@ -60,17 +60,17 @@ def match_all_to_all(
             f"rows that {named(floats[0].node)} brings are computed with before its GEMMs; expected them to be moved "
             "and cast only"
         )
-    is_beside = len(dispatches) == 1 and all(split_sizes(one) == split_sizes(dispatches[0]) for one in beside)
+    is_beside = len(dispatches) == 1 and all(_split_sizes(one) == _split_sizes(dispatches[0]) for one in beside)
     if is_beside:
         check_exact_sizes(dispatches[0], counts)
-    with_rows = [one for one in counts if is_beside and split_sizes(one) == split_sizes(dispatches[0])]
+    with_rows = [one for one in counts if is_beside and _split_sizes(one) == _split_sizes(dispatches[0])]
     if with_rows:
         raise NotThisForm(
             f"beside its rows {named(with_rows[0].node)} exchanges integers, "
             f"{describe_shape(fake_value(with_rows[0].input))}, such as the ids of their experts; expected rows that "
             "are sorted by expert before their exchange, and an exchange of how many rows go to each expert"
         )
-    if not is_beside or len(counts) > 1 or (not counts and not are_slots(match)):
+    if not is_beside or len(counts) > 1 or (not counts and not _are_slots(match)):
         raise NotThisForm(_other_exchanges(floats, counts, capture))
     (dispatch,) = dispatches
     rows = dispatch.input
@@ -84,7 +84,7 @@ def match_all_to_all(
             f"expected rows of tokens [., {match.record.hidden}]"
         )
     bounds = _bounds(counts[0] if counts else None, dispatch, group, match.record.experts)
-    if split_sizes(dispatch) != split_sizes(combine)[::-1]:
+    if _split_sizes(dispatch) != _split_sizes(combine)[::-1]:
         raise NotThisForm(
             f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
@@ -132,7 +132,7 @@ def _check_counts(counts: Node) -> None:
         )
 
 
-def sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
+def _sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
     """Sizes that the host has read, and that the rows have before they are exchanged, as the number of their slots.
 
     Whatever they were computed from, they are known where the block begins.
@@ -146,7 +146,7 @@ def sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
             yield node
 
 
-def split_sizes(exchange: Collective) -> tuple[list[str], list[str]]:
+def _split_sizes(exchange: Collective) -> tuple[list[str], list[str]]:
     """The sizes that are sent to each rank, and received from it, as text: equal numbers may be several nodes."""
     return [*map(_text, exchange.send)], [*map(_text, exchange.receive)]
 
@@ -171,7 +171,7 @@ def _bounds_from_gathered(count: Collective, group: Group, own: int) -> tuple[in
     return tuple(own * rank for rank in range(group.ranks + 1))
 
 
-def are_slots(match: BlockMatch) -> bool:
+def _are_slots(match: BlockMatch) -> bool:
     """True where every expert has the same number of rows, however tokens are routed."""
     return all(is_call(node, *_MAKE_NUMBERS) for node in _calls_before(match.gemms[0].key))
 

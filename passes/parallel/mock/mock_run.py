@@ -47,7 +47,7 @@ class ContractBroken(Exception):  # noqa: N818  becomes the reason of a refusal
     """The block does not do what a block of its form does."""
 
 
-def no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+def _no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
     raise ContractBroken(f"the local form holds {collective.kind}")
 
 
@@ -131,7 +131,7 @@ class MockRun:
 
     def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
         """The local form's result for this rank's own `sources`."""
-        return self._evaluate(self.mock.local_form, sources, no_collectives)
+        return self._evaluate(self.mock.local_form, sources, _no_collectives)
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`, with what travels.
@@ -146,7 +146,7 @@ class MockRun:
         if local.row_ids is not None:
             values[local.row_ids] = sorted_ids
         outputs = torch.empty(len(rows), self.mock.widths[-1][1], dtype=torch.float64)
-        outputs[order] = self._evaluate(self.mock.experts, values, no_collectives)
+        outputs[order] = self._evaluate(self.mock.experts, values, _no_collectives)
         return outputs
 
     # ------------------------------------------------------------------------------------------------------ numbers

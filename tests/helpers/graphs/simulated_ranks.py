@@ -135,7 +135,7 @@ def run_ranks(
     `banks` maps the index of each bank to its complete tensors, for graphs with gathers. Raises AssertionError if ranks
     disagree about a collective; errors of a rank's graph are passed on.
     """
-    runs = [steps_of(module, values, banks) for module, values in zip(modules, inputs, strict=True)]
+    runs = [_steps_of(module, values, banks) for module, values in zip(modules, inputs, strict=True)]
     outputs: list[Any] = [None] * len(runs)
     answers: list[Any] = [None] * len(runs)
     while True:
@@ -148,7 +148,7 @@ def run_ranks(
         if not asked:
             return outputs
         assert len(asked) == len(runs), "some ranks wait for others that are done"
-        answers = carry_out(asked)
+        answers = _carry_out(asked)
 
 
 def first_outputs(
@@ -158,7 +158,7 @@ def first_outputs(
     return [outputs[0] for outputs in run_ranks(modules, inputs, banks)]
 
 
-def steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, Any] | None = None) -> Iterator[Any]:
+def _steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, Any] | None = None) -> Iterator[Any]:
     """Yield each collective with its input and sizes, and receive its result. Gathers read `banks`, by index."""
     values: dict[Node, Any] = {}
     arguments = iter(inputs)
@@ -185,7 +185,7 @@ def steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, 
     raise AssertionError("a graph ends with its output")
 
 
-def carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
+def _carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
     """Return the result of a collective by rank. Raises AssertionError if ranks disagree about it."""
     kinds = {collective.kind for collective, *_ in asked}
     assert len(kinds) == 1, f"ranks wait at different collectives: {kinds}"
@@ -219,7 +219,7 @@ def run_local(
 def run_with_banks(module: GraphModule, inputs: Sequence[Any], banks: Mapping[Any, Any]) -> Any:
     """Return the output of a graph without collectives; gathers return the tensors of `banks`, by index."""
     try:
-        collective, *_ = next(steps_of(module, inputs, banks))
+        collective, *_ = next(_steps_of(module, inputs, banks))
     except StopIteration as done:
         return done.value
     raise AssertionError(f"{collective.node.name} is a collective")
