@@ -275,7 +275,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/chat/completions", CHAT, "chat_template", None),
         ("/v1/chat/completions", CHAT, "chat_template_kwargs", {"enable_thinking": False}),
         ("/v1/chat/completions", CHAT, "add_generation_prompt", True),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "truncate_prompt_tokens", -1),
+        ("/v1/decisions", DECISION, "truncate_prompt_tokens", -1),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "prompt_logprobs", None),
         ("/v1/decisions", DECISION, "chat_template_kwargs", None),
     ],
