@@ -79,7 +79,22 @@ _NO_ADAPTERS = "this server has no adapters"
 _NO_CONVERSATIONS = "this route takes no conversations"
 _NO_TRUNCATION = "this route does not truncate"
 
+# Names of clients and requests, and hints for the billing, storage, caches and processes of other servers.
+_HINTS = _ignored(
+    *("user", "request_id", "rid", "session_id", "safety_identifier", "metadata", "custom_labels", "service_tier"),
+    *("store", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank", "ngram_corpus_id"),
+)
+# Options for images and sounds, which text does not have.
+_MEDIA = _ignored(
+    *("mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
+    "use_audio_in_video",
+)
+
 EVERY_BODY: Rules = {
+    **_HINTS,
+    **_MEDIA,
     **_refused(
         _OWN_TEMPLATE,
         "chat_template",
@@ -100,18 +115,6 @@ EVERY_BODY: Rules = {
     **_refused(_NO_SUCH_OUTPUT, "prompt_logprobs"),
 }
 
-# Names of clients and requests, and hints for the billing, storage, caches and processes of other servers.
-_HINTS = _ignored(
-    *("user", "request_id", "rid", "session_id", "safety_identifier", "metadata", "custom_labels", "service_tier"),
-    *("store", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
-    *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank", "ngram_corpus_id"),
-)
-# Options for images and sounds, which text does not have.
-_MEDIA = _ignored(
-    *("mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
-    "use_audio_in_video",
-)
 _ADAPTERS = _refused(_NO_ADAPTERS, lora_path=([],))
 _OVERRIDES = _refused(
     "this server computes all embeddings of tokens itself",
@@ -119,13 +122,11 @@ _OVERRIDES = _refused(
 )
 
 _SAMPLING = {
-    **_HINTS,
-    **_MEDIA,
     **_ADAPTERS,
     # The most likely token is the same for all values. A single token cannot repeat itself, and is streamed as a whole.
     **_ignored("top_p", "top_k", "min_p", "seed", "length_penalty", "repetition_detection", "stream_interval"),
     # Parts of the reply that these fields turn on or off, or format, do not exist here.
-    **_ignored("skip_special_tokens", "spaces_between_special_tokens", "return_token_offsets", "return_mm_kwargs"),
+    **_ignored("spaces_between_special_tokens", "return_token_offsets", "return_mm_kwargs"),
     **_ignored("routed_experts_prompt_start", "routed_experts_start_len"),
     **_refused("only the most likely token is returned", n=(1,), temperature=(0,), use_beam_search=(False,)),
     **_refused(
@@ -166,8 +167,6 @@ _SAMPLING = {
 
 # Fields of embeddings, classes and scores.
 _POOLED = {
-    **_HINTS,
-    **_MEDIA,
     **_ADAPTERS,
     **_OVERRIDES,
     **_ignored("add_generation_prompt"),  # without a conversation there is no turn to open
@@ -248,15 +247,14 @@ BODIES: Mapping[str, Rules] = {
             tools=([],),
         ),
     },
-    "DecisionsBody": _HINTS,
+    "DecisionsBody": {},
     "LabelledBody": {
-        **_HINTS,
         **_refused(_TEXT_ONLY, images=([],)),
         **_refused(_OWN_PROBABILITIES, temperature=(1,)),
         **_refused(_NO_SUCH_OUTPUT, return_prompt_token_ids=(False,)),
         **_refused("this server has one version of the prompt", prompt_format_version=(SGLANG_VERSION,)),
     },
-    "SystemoneBody": {**_HINTS, **_refused(_TEXT_ONLY, assets=({},))},
+    "SystemoneBody": _refused(_TEXT_ONLY, assets=({},)),
     "LabelScoreBody": _LABEL_SCORES,
     "GenerativeBody": {
         **_LABEL_SCORES,
@@ -295,11 +293,9 @@ BODIES: Mapping[str, Rules] = {
         **_refused("this server calls this field raw_scores", use_activation=(True,)),
     },
     "TokenizeBody": {
-        **_HINTS,
-        **_MEDIA,
         **_refused("prompts contain no tools", tools=([],), tool_choice=("none", "auto")),
         **_refused("prompts are rendered without reasoning", reasoning_effort=("none",)),
         **_refused("a text is sent as prompt", "inputs", "prompt_name"),
     },
-    "DetokenizeBody": {**_HINTS, **_refused("token ids are sent as tokens", "ids")},
+    "DetokenizeBody": _refused("token ids are sent as tokens", "ids"),
 }

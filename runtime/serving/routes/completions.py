@@ -40,6 +40,7 @@ class SamplingBody(TruncatedBody, kw_only=True):
 
     stop: str | list[str] | None = None
     ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -207,7 +208,7 @@ def said_text(texts: TokenTexts, token: int, body: SamplingBody) -> tuple[str, F
     """Return the text of the answered token, up to the first text in `stop`, and why the answer ends."""
     if token in texts.end_tokens:
         return "", "length" if body.ignore_eos else "stop"
-    text = texts.text([token])
+    text = texts.text([token], skip_special=bool(body.skip_special_tokens))
     finish: FinishReason = "length"
     for stop in [body.stop] if isinstance(body.stop, str) else body.stop or []:
         if stop and stop in text:

@@ -52,22 +52,24 @@ def cohere_fields() -> dict[str, Fields]:
     }
 
 
-# The field `model` of these methods is the URL of the server.
-_HUGGING_FACE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
-    "ChatBody": (InferenceClient.chat_completion, ([{"role": "user", "content": "a"}],), {}),
-    "PlainBody": (InferenceClient.feature_extraction, ("a",), {}),
-    "PredictBody": (InferenceClient.text_classification, ("a",), {}),
-}
-
-
 def hugging_face_fields() -> dict[str, Fields]:
     """Return the fields that huggingface_hub's client sends if all parameters of its methods are set."""
-    return {body: _sent(*call) for body, call in _HUGGING_FACE.items()}
+    return {
+        "ChatBody": frozenset(_sent(InferenceClient.chat_completion, [{"role": "user", "content": "a"}])),
+        "PlainBody": frozenset(_sent(InferenceClient.feature_extraction, "a")),
+        "PredictBody": frozenset(_sent(InferenceClient.text_classification, "a")),
+    }
 
 
-def _sent(method: Callable[..., Any], positional: tuple[Any, ...], options: dict[str, Any]) -> Fields:
-    names = [*inspect.signature(method).parameters][1 + len(positional) :]
-    values = {name: 1 for name in names if name not in ("model", "stream", "extra_body")} | options
+def hugging_face_parameters() -> Fields:
+    """Return the fields of `parameters` in the requests of huggingface_hub's client for classes."""
+    return frozenset(_sent(InferenceClient.text_classification, "a")["parameters"])
+
+
+def _sent(method: Callable[..., Any], argument: Any) -> dict[str, Any]:
+    """Return the body that a method sends. Its parameter `model` is the URL of the server."""
+    names = [*inspect.signature(method).parameters][2:]
+    values = {name: 1 for name in names if name not in ("model", "stream", "extra_body")}
     bodies: list[Any] = []
 
     def post(_: Any, request: Any, **__: Any) -> Any:
@@ -75,9 +77,9 @@ def _sent(method: Callable[..., Any], positional: tuple[Any, ...], options: dict
         raise ConnectionAbortedError
 
     with mock.patch.object(InferenceClient, "_inner_post", post), contextlib.suppress(ConnectionAbortedError):
-        method(InferenceClient("http://here"), *positional, **values)
-    (body,) = bodies
-    return frozenset(body)
+        method(InferenceClient("http://here"), argument, **values)
+    body: dict[str, Any] = bodies[0]
+    return body
 
 
 def _words(text: str) -> Fields:
