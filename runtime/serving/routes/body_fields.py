@@ -258,8 +258,7 @@ BODIES: Mapping[str, Rules] = {
     "LabelScoreBody": _LABEL_SCORES,
     "GenerativeBody": {
         **_LABEL_SCORES,
-        **_ignored("top_p", "top_k"),
-        **_refused(_OWN_PROBABILITIES, temperature=(0, 1)),
+        **_refused(_OWN_PROBABILITIES, temperature=(0, 1), top_p=(1,), top_k=(0, -1)),
     },
     "PairScoreBody": {
         **_PAIRS,

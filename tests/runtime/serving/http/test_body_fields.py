@@ -202,6 +202,7 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = [
     (("/v1/score", BASES["LabelScoreBody"][2]), {"instruction": "Find it"}),
     (("/v1/score", BASES["LabelScoreBody"][2]), {"return_pooled_hidden_states": True}),
     (("/generative_scoring", BASES["GenerativeBody"][2]), {"temperature": 0.5}),
+    (("/generative_scoring", BASES["GenerativeBody"][2]), {"top_k": 2}),
     (("/tokenize", {"prompt": "a"}), {"tools": [{}]}),
     (("/tokenize", {"messages": [{"role": "user", "content": "a"}]}), {"add_special_tokens": True}),
     (("/tokenize", {"prompt": "a"}), {"prompt_name": "query"}),
