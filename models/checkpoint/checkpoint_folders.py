@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 DEMO = "demo"
 CONFIG_FILE = "config.json"
 PROMPT_FILE = "prompt.json"
+SENTENCE_TRANSFORMERS_FILE = "config_sentence_transformers.json"
 _ADAPTER_FILE = "adapter_config.json"
 # Vocabularies that transformers reads besides the files that a tokenizer class names.
 _FURTHER_VOCABULARY_FILES = ("tekken.json", "*.tiktoken")
 _TEXT_MARK = "{text}"
-_PAIR_MARKS = re.compile(r"\{(query|document)\}")
+_PAIR_MARKS = re.compile(r"\{(query|document|instruction)\}")
+_INSTRUCTION_MARK = "{instruction}"
 # [Empirical] transformers allocates missing weights before it reports them. More missing ones are refused.
 _MADE_UP_NUMBERS = 1 << 26
 
@@ -48,13 +50,22 @@ class KnownAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     question: str = ""
 
 
+class _SentenceTransformersConfig(msgspec.Struct, frozen=True):
+    """The part of a config_sentence_transformers.json that the server uses."""
+
+    prompts: dict[str, str] | None = None
+
+
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The prompt of a checkpoint: the contents of `prompt.json`, all of whose keys are optional.
 
     Attributes:
         template: prompt with `{text}` exactly once
         max_text_tokens: number of tokens to which `{text}` is truncated
-        pair_template: question about the relevance of a document, with `{query}` and `{document}` once each
+        pair_template: question about the relevance of a document, with `{query}` and `{document}` once each, and at
+            most one `{instruction}`
+        pair_instruction: the instruction of requests without one
+        prompts: texts that are put before a text to embed, by names that requests choose
         vector: how a text is embedded: by its last token, or by the mean of its tokens
         probe: question that is asked when a server starts, so that a wrong prompt shows before it yields bad scores
     """
@@ -65,6 +76,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_text_tokens: int | None = None
     pair_template: str | None = None
     pair_labels: tuple[str, str] = ("yes", "no")
+    pair_instruction: str = ""
+    prompts: dict[str, str] = {}
     vector: Literal["last", "mean"] = "last"
     probe: KnownAnswer | None = None
 
@@ -72,10 +85,19 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return `template` with `text` in it."""
         return self.template.replace(_TEXT_MARK, text)
 
-    def render_pair(self, query: str, document: str) -> str:
-        """Return `pair_template` with both texts filled in. The template must be set."""
+    @property
+    def takes_instruction(self) -> bool:
+        """True if `pair_template` has a place for an instruction."""
+        return _INSTRUCTION_MARK in (self.pair_template or "")
+
+    def render_pair(self, query: str, document: str, instruction: str | None = None) -> str:
+        """Return `pair_template` with the texts filled in. The template must be set."""
         assert self.pair_template is not None
-        texts = {"query": query, "document": document}
+        texts = {
+            "query": query,
+            "document": document,
+            "instruction": self.pair_instruction if instruction is None else instruction,
+        }
         # A single substitution, because the query may contain `{document}`.
         return _PAIR_MARKS.sub(lambda match: texts[match[1]], self.pair_template)
 
@@ -200,9 +222,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_prompt(folder: Path) -> Prompt:
-    """Return the checkpoint's prompt, or the default one, which is only the text. Raises CheckpointError."""
-    file = folder / PROMPT_FILE
-    return read_prompt(file) if file.is_file() else Prompt()
+    """Return the checkpoint's prompt, or the default one, which is only the text. Raises CheckpointError.
+
+    Without `prompts` of its own, it has those of sentence-transformers' config.
+    """
+    file, further_file = folder / PROMPT_FILE, folder / SENTENCE_TRANSFORMERS_FILE
+    prompt = read_prompt(file) if file.is_file() else Prompt()
+    if prompt.prompts or not further_file.is_file():
+        return prompt
+    further: _SentenceTransformersConfig = read_json(further_file, _SentenceTransformersConfig)
+    return msgspec.structs.replace(prompt, prompts=further.prompts or {})
 
 
 def read_prompt(file: Path) -> Prompt:
@@ -217,8 +246,12 @@ def read_prompt(file: Path) -> Prompt:
 
     pair, most, probe = prompt.pair_template, prompt.max_text_tokens, prompt.probe
     check(prompt.template.count(_TEXT_MARK) == 1, "template", f"hold {_TEXT_MARK} exactly once", _TEXT_MARK)
-    is_pair = pair is None or sorted(_PAIR_MARKS.findall(pair)) == ["document", "query"]
-    check(is_pair, "pair_template", "hold {query} and {document} once each", "{query} and {document} once each")
+    is_pair = pair is None or sorted(_PAIR_MARKS.findall(pair)) in (
+        ["document", "query"],
+        ["document", "instruction", "query"],
+    )
+    marks = "{query} and {document} once each, and {instruction} at most once"
+    check(is_pair, "pair_template", f"hold {marks}", marks)
     check(most is None or most >= 1, "max_text_tokens", "be 1 or more", "1 or more")
     if probe and not (probe.expected in probe.answers and 1 < len(probe.answers) == len({*probe.answers})):
         text = (

@@ -233,6 +233,35 @@ def test_prompt_file(checkpoint: Path, tmp_path: Path) -> None:
     assert prompt.render("{text} {0}") == "Q: {text} {0} A:"
 
 
+def test_a_pair_template_may_have_a_place_for_an_instruction(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.json"
+    file.write_text('{"pair_template": "{instruction}: {query} {document}", "pair_instruction": "find"}')
+    prompt = load_prompt(tmp_path)
+    assert prompt.takes_instruction
+    assert prompt.render_pair("{instruction}", "d") == "find: {instruction} d"
+    assert prompt.render_pair("q", "d", "{query}") == "{query}: q d"
+    assert not Prompt(pair_template="{query} {document}").takes_instruction
+    file.write_text('{"pair_template": "{instruction}{instruction} {query} {document}"}')
+    with pytest.raises(CheckpointError, match=r"instruction\} at most once"):
+        load_prompt(tmp_path)
+
+
+def test_prompts_of_sentence_transformers_are_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "config_sentence_transformers.json"
+    file.write_text('{"prompts": {"query": "q: "}, "default_prompt_name": null, "__version__": {}}')
+    assert load_prompt(tmp_path) == Prompt(prompts={"query": "q: "})
+    (tmp_path / "prompt.json").write_text('{"vector": "mean"}')
+    assert load_prompt(tmp_path) == Prompt(vector="mean", prompts={"query": "q: "})
+    (tmp_path / "prompt.json").write_text('{"prompts": {"own": ""}}')
+    assert load_prompt(tmp_path) == Prompt(prompts={"own": ""})
+    (tmp_path / "prompt.json").unlink()
+    file.write_text("{}")
+    assert load_prompt(tmp_path) == Prompt()
+    file.write_text('{"prompts": ["query"]}')
+    with pytest.raises(CheckpointError, match=r"config_sentence_transformers\.json is malformed"):
+        load_prompt(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

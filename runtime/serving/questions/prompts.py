@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_CHARACTERS_PER_TOKEN, check_limit
-from moepass.runtime.serving.questions.text_encoding import TextEncoder
+from moepass.runtime.serving.questions.text_encoding import TextCut, TextEncoder
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 
@@ -178,16 +179,20 @@ class PromptWriter:
         return rendered, encoded
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """Return the prompt of messages, each with `role` and `content`; `options` are variables of the template.
+        """Return the prompt of messages, each with `role`, `content` and maybe `name`.
 
-        Raises InputError if there is no chat template, it raises an error, or it takes too long.
+        `options` are variables of the template. Raises InputError if there is no chat template, it raises an error, or
+        it takes too long.
         """
         if not self.has_chat_template:
             text = "this checkpoint has no chat template, so it takes no messages; send a text to /v1/completions"
             raise InputError(text, name="messages")
         for number, message in enumerate(messages):
             self.check_length(message["content"], f"messages[{number}].content")
-        shielded = [{**message, "content": self.encoder.shield(message["content"])} for message in messages]
+        shielded = [
+            {key: value if key == "role" else self.encoder.shield(value) for key, value in message.items()}
+            for message in messages
+        ]
         options = {"add_generation_prompt": True, "enable_thinking": False, **options}
         try:
             with self.render_limit.limited():
@@ -208,18 +213,114 @@ class PromptWriter:
         """Return the tokens of rendered prompts, with the tokenizer's special ones unless a chat template has them."""
         return self.encoder.encode_all(rendered, add_special=not self.has_chat_template)
 
-    def encode_plain(self, texts: Sequence[str], *, add_special: bool = True, name: str = "the text") -> list[Tokens]:
-        """Return the tokens of texts without a template."""
-        return self.encoder.encode_all([self.plain(text, name) for text in texts], add_special=add_special)
+    def encode_plain(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special: bool = True,
+        name: str = "the text",
+        cut: TextCut | None = None,
+        prefix: str = "",
+    ) -> list[Tokens]:
+        """Return the tokens of texts without a template, behind `prefix`, a text of the checkpoint."""
+        if cut is not None:
+            return self._encode_cut([(text,) for text in texts], (name,), cut, add_special=add_special, prefix=prefix)
+        return self.encoder.encode_all([prefix + self.plain(text, name) for text in texts], add_special=add_special)
+
+    def render_pair(self, query: str, document: str, names: tuple[str, str], instruction: str | None = None) -> str:
+        """Return `pair_template`, which must be set, with these texts."""
+        texts = self.plain(query, names[0]), self.plain(document, names[1])
+        return self.prompt.render_pair(*texts, None if instruction is None else self.plain(instruction, "instruction"))
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], names: tuple[str, str] = ("query", "document")
+        self,
+        pairs: Sequence[tuple[str, str]],
+        names: tuple[str, str] = ("query", "document"),
+        *,
+        instruction: str | None = None,
+        cut: TextCut | None = None,
     ) -> list[Tokens]:
-        """Return the tokens of pairs of texts, joined by the checkpoint's `pair_template` or else by its tokenizer."""
-        texts = [(self.plain(query, names[0]), self.plain(document, names[1])) for query, document in pairs]
+        """Return the tokens of pairs of texts, joined by the checkpoint's `pair_template` or else by its tokenizer.
+
+        `cut` shortens the documents of a template, and the longer text of a pair that the tokenizer joins.
+        """
         if self.prompt.pair_template is not None:
-            return self.encode([self.prompt.render_pair(*pair) for pair in texts])
-        return self.encoder.encode_pairs(texts)
+
+            def render(query: str, document: str) -> str:
+                return self.render_pair(query, document, names, instruction)
+
+            return self.encode([render(*pair) for pair in self.fit_documents(pairs, names[1], cut, render)])
+        if cut is not None:
+            return self._encode_cut(pairs, names, cut)
+        return self.encoder.encode_pairs([(self.plain(a, names[0]), self.plain(b, names[1])) for a, b in pairs])
+
+    def fit_documents(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        name: str,
+        cut: TextCut | None,
+        render: Callable[[str, str], str],
+        labels: Sequence[str] = (),
+    ) -> list[tuple[str, str]]:
+        """Return `pairs` with documents that `cut` has shortened, so that `render(*pair)` fits; without cut, all."""
+        if cut is None:
+            return list(pairs)
+        return [
+            (query, self.fit(document, cut, name, functools.partial(render, query), labels))
+            for query, document in pairs
+        ]
+
+    def fit(
+        self,
+        text: str,
+        cut: TextCut,
+        name: str = "the text",
+        render: Callable[[str], str] | None = None,
+        labels: Sequence[str] = (),
+    ) -> str:
+        """Return the part of `text` with which the prompt `render(text)`, or the text alone, fits into `cut`.
+
+        The prompt and the longest of `labels` behind it also fit into the model. Raises InputError if the rest of the
+        prompt leaves no room for the text.
+        """
+        most = cut.most_tokens
+        if labels:
+            most = min(most, self.most_tokens - max(len(self.encoder.encode(label)) for label in labels))
+        room = most
+        while room > 0:
+            part = self.encoder.cut(text, room, cut.side)
+            if render is None:
+                tokens = self.encoder.encode(self.encoder.shield(part))
+            else:
+                (tokens,) = self.encode([render(part)])
+            if len(tokens) <= most:
+                return part
+            room -= len(tokens) - most
+        problem = (
+            f"{cut.name} limits prompts to {most} tokens, and the prompt without {name} has more; shorten the other "
+            "texts, or allow more tokens"
+        )
+        raise InputError(problem, name=cut.name, value=most)
+
+    def _encode_cut(
+        self,
+        texts: Sequence[tuple[str, ...]],
+        names: tuple[str, ...],
+        cut: TextCut,
+        *,
+        add_special: bool = True,
+        prefix: str = "",
+    ) -> list[Tokens]:
+        # A longer text than the model could take is cut by characters first, so that it is not encoded in full.
+        most = MOST_CHARACTERS_PER_TOKEN * self.most_tokens
+        shortened = [[text[:most] if cut.side == "right" else text[-most:] for text in group] for group in texts]
+        shielded = [tuple(prefix + self.encoder.shield(text) for text in group) for group in shortened]
+        encoded = self.encoder.encode_cut(shielded, cut, add_special=add_special)
+        for group, tokens in zip(texts, encoded, strict=True):
+            if len(tokens) < cut.most_tokens:  # no tokens were cut, so no characters may have been cut
+                for text, name in zip(group, names, strict=True):
+                    self.check_length(text, name)
+        return encoded
 
     def needs_blank_before_label(self, rendered: str) -> bool:
         """Return True if the prompt ends within a line of text, so that the answer starts with a space."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.labels import LabelReads, LabelTokens, ask_labels, encode_labels
 from moepass.runtime.serving.questions.prompts import PromptWriter
-from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.questions.request_tree import LEAST_LOG_PROBABILITY, RequestTree, TreeAnswer
+from moepass.runtime.serving.questions.text_encoding import TextCut
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.backend import ClassActivation
@@ -23,8 +24,9 @@ _RELEVANT = Question("predicate", "Is the document relevant to the query?", (Opt
 class PairTree:
     """Pairs of query and document, as one request, for the class scores of the model's head or for predicted tokens.
 
-    Errors contain `names` as the names of the queries and the documents. Raises InputError if a pair is too long, or
-    the model cannot compare texts.
+    Errors contain `names` as the names of the queries and the documents. `instruction` replaces the default of the
+    checkpoint's `pair_template`, and `cut` truncates. Raises InputError if a pair is too long, or the model cannot
+    compare texts.
     """
 
     def __init__(
@@ -34,42 +36,52 @@ class PairTree:
         *,
         by_class_scores: bool,
         names: tuple[str, str] = ("query", "documents"),
+        instruction: str | None = None,
+        cut: TextCut | None = None,
     ) -> None:
         self.tree = RequestTree(writer.most_tokens)
         self._reads: list[LabelReads] = []
         pair_names = [f"{names[1]}[{number}] with its query" for number in range(len(pairs))]
         if by_class_scores:
-            encoded = writer.encode_pairs(pairs, names)
+            encoded = writer.encode_pairs(pairs, names, instruction=instruction, cut=cut)
             self._sequences = [self.tree.add(tokens, name) for tokens, name in zip(encoded, pair_names, strict=True)]
             for sequence in self._sequences:
                 self.tree.vector(sequence, "last")
             return
         prompt = writer.prompt
-        if prompt.pair_template is not None:
-            rendered = [prompt.render_pair(*map(writer.plain, pair, names)) for pair in pairs]
-            texts: tuple[str, ...] = prompt.pair_labels
-        elif prompt.labels and not writer.has_chat_template:
+        has_template = prompt.pair_template is not None
+        texts: tuple[str, ...] = prompt.pair_labels if has_template else SYSTEMONE.labels(_RELEVANT)
+
+        def render(query: str, document: str) -> str:
+            if has_template:
+                return writer.render_pair(query, document, names, instruction)
+            return writer.ask(SYSTEMONE.ask(f"Query: {query}\nDocument: {document}", _RELEVANT), names[1])
+
+        if not has_template and prompt.labels and not writer.has_chat_template:
             raise InputError(
                 "this model only answers with its own labels and cannot compare two texts, because its prompt.json has "
                 "no pair_template; use a reranker or a chat model",
                 name="model",
             )
-        else:
-            questions = [SYSTEMONE.ask(f"Query: {query}\nDocument: {document}", _RELEVANT) for query, document in pairs]
-            rendered = [writer.ask(text, name) for text, name in zip(questions, pair_names, strict=True)]
-            blank = " " if writer.needs_blank_before_label(rendered[0]) else ""
-            texts = tuple(blank + label for label in SYSTEMONE.labels(_RELEVANT))
+        fitting = writer.fit_documents(pairs, names[1], cut, render, texts)
+        rendered = [render(*pair) for pair in fitting]
+        if not has_template and writer.needs_blank_before_label(rendered[0]):
+            texts = tuple(" " + label for label in texts)
         cache: dict[str, tuple[LabelTokens, ...]] = {}  # most prompts end with the same context
         for prompt_text, tokens, name in zip(rendered, writer.encode(rendered), pair_names, strict=True):
             context = writer.encoder.context_of(prompt_text)
             labels = cache.get(context) or cache.setdefault(context, encode_labels(writer.encoder, prompt_text, texts))
             self._reads.append(ask_labels(self.tree, tokens, labels, name))
 
-    def scores(self, answer: TreeAnswer) -> list[float]:
-        """Return the relevance of each pair, from 0 to 1. Raise CheckpointError if the model's outputs are NaN."""
+    def scores(self, answer: TreeAnswer, *, is_raw: bool = False) -> list[float]:
+        """Return the relevance of each pair, from 0 to 1, or its log-odds with `is_raw`.
+
+        Raises CheckpointError if the model's outputs are NaN.
+        """
         if self._reads:
-            return [reads.scores(answer).probabilities[0] for reads in self._reads]
-        return [_relevance(answer.vector(sequence)) for sequence in self._sequences]
+            scores = [reads.scores(answer) for reads in self._reads]
+            return [_log_odds(*score.log_probabilities) if is_raw else score.probabilities[0] for score in scores]
+        return [_relevance(answer.vector(sequence), is_raw) for sequence in self._sequences]
 
 
 def class_values(scores: Floats, activation: ClassActivation) -> list[float]:
@@ -94,8 +106,15 @@ def _softmax(values: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _relevance(scores: Floats) -> float:
+def _log_odds(relevant: float, irrelevant: float) -> float:
+    # A label may have probability 0, and JSON has no infinity.
+    return min(max(relevant - irrelevant, LEAST_LOG_PROBABILITY), -LEAST_LOG_PROBABILITY)
+
+
+def _relevance(scores: Floats, is_raw: bool) -> float:
     if len(scores) > 2:
         problem = f"this model has {len(scores)} classes, but a model that compares texts has 1 or 2; use a reranker"
         raise InputError(problem, name="model", value=len(scores), expected="1 or 2")
-    return class_values(scores, "sigmoid" if len(scores) == 1 else "softmax")[-1]
+    # The softmax of two scores is the sigmoid of their difference.
+    log_odds = float(scores[-1]) - (float(scores[0]) if len(scores) == 2 else 0.0)
+    return log_odds if is_raw else _softmax([log_odds, 0.0])[0]

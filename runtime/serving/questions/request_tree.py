@@ -25,6 +25,8 @@ NO_NUMBERS = (
     "the model's outputs are NaN; its weights are damaged or overflow their dtype (serve the model in float32 to find "
     "out which)"
 )
+# JSON has no infinity. OpenAI writes this value for a token with a probability of almost 0.
+LEAST_LOG_PROBABILITY = -9999.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)

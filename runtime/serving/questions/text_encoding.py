@@ -9,12 +9,13 @@ equals the original tokenizer's.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -32,6 +33,21 @@ _TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 # The shared start of several prompts is encoded once, except for its last _CONTEXT_CHARACTERS, if that saves at least
 # _SAVED_CHARACTERS. [Empirical]
 _CONTEXT_CHARACTERS, _SAVED_CHARACTERS = 256, 4096
+
+Side = Literal["left", "right"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextCut:
+    """A client's wish to cut prompts to `most_tokens` tokens at this side; `name` is the field that asks for it."""
+
+    most_tokens: int
+    side: Side
+    name: str
+
+    def kept(self, tokens: Tokens) -> Tokens:
+        """Return the tokens that remain."""
+        return tokens[: self.most_tokens] if self.side == "right" else tokens[-self.most_tokens :]
 
 
 class TextEncoder:
@@ -109,20 +125,32 @@ class TextEncoder:
         named = [(self._with_new_names(first), self._with_new_names(second)) for first, second in rendered]
         return self._original_ids(self._batch(named, True))
 
+    def encode_cut(self, rendered: Sequence[tuple[str, ...]], cut: TextCut, *, add_special: bool) -> list[Tokens]:
+        """Return the tokens of texts or pairs of texts, cut as transformers truncates them (`longest_first`).
+
+        Special tokens of the tokenizer are counted, but never cut. Raises InputError if they leave no room.
+        """
+        named = [tuple(map(self._with_new_names, texts)) for texts in rendered]
+        encodings = self._batch([texts[0] if len(texts) == 1 else texts for texts in named], add_special)  # type: ignore[arg-type]
+        return [
+            tokens[_kept_indices(encoding.sequence_ids, cut)]
+            for tokens, encoding in zip(self._original_ids(encodings), encodings, strict=True)
+        ]
+
     def names(self, tokens: Sequence[int]) -> list[str]:
         """Return the vocabulary entries of the tokens."""
         return [str(self._original.id_to_token(token)) for token in tokens]
 
-    def cut(self, text: str, most_tokens: int) -> str:
-        """Return the start of a user's text that has at most `most_tokens` tokens."""
+    def cut(self, text: str, most_tokens: int, side: Side = "right") -> str:
+        """Return a user's text without the characters at this side that are beyond `most_tokens` tokens."""
         characters = 16 * most_tokens
         while True:
-            start = text[:characters]
-            offsets = self._batch([self._with_new_names(self.shield(start))], False)[0].offsets
-            # The last tokens of `start` may differ from those of the full text. The first half does not.
-            if len(offsets) > 2 * most_tokens or (len(offsets) > most_tokens and len(start) == len(text)):
-                return text[: offsets[most_tokens][0]]
-            if len(start) == len(text):
+            part = text[:characters] if side == "right" else text[-characters:]
+            offsets = self._batch([self._with_new_names(self.shield(part))], False)[0].offsets
+            # The tokens at the border of `part` may differ from those of the full text. The other half does not.
+            if len(offsets) > 2 * most_tokens or (len(offsets) > most_tokens and len(part) == len(text)):
+                return part[: offsets[most_tokens][0]] if side == "right" else part[offsets[-most_tokens - 1][1] :]
+            if len(part) == len(text):
                 return text
             characters *= 4
 
@@ -180,6 +208,26 @@ class TextEncoder:
                 raise InputError(text, name="text", value=content)
         ends = [0, *itertools.accumulate(map(len, renamed_ids))]
         return [ids[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _kept_indices(sequence_ids: Sequence[int | None], cut: TextCut) -> list[int]:
+    """Return the indices of the tokens that remain; `sequence_ids` are the text of each token, None if special."""
+    indices = [[index for index, text in enumerate(sequence_ids) if text == number] for number in (0, 1)]
+    special = len(sequence_ids) - sum(map(len, indices))
+    room = cut.most_tokens - special
+    if room < 1:
+        expected = f"{special + 1} or more, because the tokenizer adds {special} special tokens"
+        raise InputError.wrong(cut.name, cut.most_tokens, expected)
+    excess = len(sequence_ids) - cut.most_tokens
+    if excess <= 0:
+        return list(range(len(sequence_ids)))
+    shorter, longer = sorted(indices, key=len)
+    # Only the longer text is cut, unless the shorter one has more than half of the tokens.
+    kept = min(len(shorter), room // 2)
+    dropped: set[int] = set()
+    for text_indices, count in ((shorter, kept), (longer, room - kept)):
+        dropped.update(text_indices[count:] if cut.side == "right" else text_indices[: len(text_indices) - count])
+    return [index for index in range(len(sequence_ids)) if index not in dropped]
 
 
 def _is_control(token: dict[str, Any]) -> bool:

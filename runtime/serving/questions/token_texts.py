@@ -36,11 +36,11 @@ class TokenTexts:
         end = self._tokenizer.eos_token_id
         return frozenset() if end is None else frozenset({int(end)})
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of the tokens, control tokens included."""
+    def text(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of the tokens, with the names of special tokens unless `skip_special`."""
         # A model may have more output rows than its tokenizer has tokens.
         named = [token for token in tokens if token < self._vocabulary_size]
-        text: str = self._tokenizer.decode(named, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(named, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return text
 
     def name(self, token: int) -> str:
@@ -51,11 +51,16 @@ class TokenTexts:
         """
         piece = self.utf8(token)
         if not piece:
-            return f"token_id:{token}"
+            return self.name_as_id(token)
         try:
             return piece.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    @staticmethod
+    def name_as_id(token: int) -> str:
+        """Return the id of a token as a name, such as `token_id:123`."""
+        return f"token_id:{token}"
 
     def _utf8(self, token: int) -> bytes | None:
         """Return the bytes of a token within a text, or None if the tokenizer has no such token."""

@@ -12,8 +12,10 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes import completions
+from moepass.runtime.serving.routes.body_fields import check_fields
 from moepass.runtime.serving.routes.message_text import Content, content_text
 from moepass.runtime.serving.routes.service import Call, CreatedReply, Route, json_response
+from moepass.runtime.serving.routes.truncation import text_cut
 
 
 class ChatMessage(msgspec.Struct):
@@ -21,6 +23,7 @@ class ChatMessage(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    name: str | None = None
 
 
 class ChatBody(completions.SamplingBody):
@@ -31,8 +34,6 @@ class ChatBody(completions.SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: completions.TopCount | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class ListedToken(msgspec.Struct):
@@ -69,7 +70,7 @@ class ChatChoice(msgspec.Struct):
 
     message: ChatReplyMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: completions.FinishReason
     index: int = 0
 
 
@@ -86,7 +87,7 @@ class ChunkChoice(msgspec.Struct):
 
     delta: ChatReplyMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: completions.FinishReason
     index: int = 0
 
 
@@ -103,14 +104,12 @@ async def chat(call: Call) -> Response:
     body = call.body(ChatBody)
     limit = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
     completions.check_decoding(getattr(body, limit), limit, least=1)
-    completions.check_sampling(body)
-    for name, value in (("tools", body.tools), ("response_format", body.response_format)):
-        if value and value != {"type": "text"}:
-            raise InputError(f"{name} is not supported, because the answer is a single token; remove it", name=name)
     if not body.messages:
         raise InputError("messages is empty; send one or more", name="messages", expected="1 or more")
     call.need_predictions()
     prompt = await call.prepare(encode_messages, call, body.messages)
+    if (cut := text_cut(call, body, "left")) is not None:
+        prompt = cut.kept(prompt)
     tree = RequestTree(call.writer.most_tokens)
     number = tree.add(prompt, "messages")
     count = body.top_logprobs or 0
@@ -118,17 +117,17 @@ async def chat(call: Call) -> Response:
     answer = await call.answer_tree(tree)
     best = answer.top(number, len(prompt) - 1, max(1, count))
     texts = call.writer.token_texts
+    name = texts.name_as_id if body.return_tokens_as_token_ids else texts.name
     listed = [
-        ListedToken(texts.name(token), completions.json_log_probability(value), list(texts.utf8(token) or b"") or None)
+        ListedToken(name(token), completions.json_log_probability(value), list(texts.utf8(token) or b"") or None)
         for token, value in best
     ]
     answered = listed[0]
     logprobs = None
     if body.logprobs:
         logprobs = ChatLogprobs([SaidToken(answered.token, answered.logprob, answered.bytes, listed[:count])])
-    is_end = best[0][0] in texts.end_tokens
-    finish: Literal["stop", "length"] = "stop" if is_end else "length"
-    message = ChatReplyMessage("" if is_end else texts.text([best[0][0]]))
+    text, finish = completions.said_text(texts, best[0][0], body)
+    message = ChatReplyMessage(text)
     usage = completions.usage_of(call, [len(prompt)], 1)
     identity = call.reply_fields("chatcmpl")
     if not body.stream:
@@ -141,12 +140,15 @@ async def chat(call: Call) -> Response:
 
 def encode_messages(call: Call, messages: Sequence[ChatMessage], **options: Any) -> Tokens:
     """Return the tokens of a conversation, rendered by the chat template with these options."""
+    for number, message in enumerate(call.json()["messages"]):
+        check_fields(message, "ChatMessage", ChatMessage.__struct_fields__, f"messages[{number}].")
     template_messages = [
         {
             # OpenAI's clients send "developer" instead of "system", which templates do not support.
             "role": "system" if message.role == "developer" else message.role,
             "content": content_text(message.content, f"messages[{number}].content"),
         }
+        | ({} if message.name is None else {"name": message.name})
         for number, message in enumerate(messages)
     ]
     return call.writer.encode([call.writer.chat(template_messages, **options)])[0]

@@ -15,17 +15,17 @@ from msgspec import Meta
 
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_TOP_TOKENS
-from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTree, TreeAnswer
+from moepass.runtime.serving.questions.request_tree import LEAST_LOG_PROBABILITY, NO_NUMBERS, RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
 from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, encode_prompts, parse_prompts
-from moepass.runtime.serving.routes.service import Call, CreatedReply, ModelBody, Route, json_response
+from moepass.runtime.serving.routes.service import Call, CreatedReply, Route, json_response
+from moepass.runtime.serving.routes.truncation import TruncatedBody, text_cut
 
-# JSON has no infinity. OpenAI writes this value for a token with a probability of almost 0.
-LEAST_LOG_PROBABILITY = -9999.0
 # A token, its log-probability, and the most likely tokens at its position; None for the first token of a prompt.
 _ListedToken = tuple[int, float | None, list[tuple[int, float]] | None]
+FinishReason = Literal["stop", "length"]
 TopCount = Annotated[int, Meta(ge=0, le=MOST_TOP_TOKENS)]
 
 
@@ -35,15 +35,14 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class SamplingBody(ModelBody, kw_only=True):
-    """Fields of both OpenAI bodies. Values that ask for other tokens than the most likely one are refused."""
+class SamplingBody(TruncatedBody, kw_only=True):
+    """Fields of both OpenAI bodies. With `ignore_eos`, a token that ends the output has no effect on the reply."""
 
-    temperature: float | None = None
-    n: int | None = 1
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
-    stream: bool = False
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
 
 
@@ -52,13 +51,9 @@ class CompletionBody(SamplingBody):
 
     prompt: Inputs
     max_tokens: int | None = 16
-    echo: bool = False
+    echo: bool | None = False
     logprobs: TopCount | None = None
-    best_of: int | None = 1
-    stop: str | list[str] | None = None
-    suffix: str | None = None
     add_special_tokens: bool = True
-    return_tokens_as_token_ids: bool = False
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -76,7 +71,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
 
 
 class CachedDetails(msgspec.Struct):
@@ -106,11 +101,6 @@ async def complete(call: Call) -> Response:
     """Score prompts and return the most likely next token of each."""
     body = call.body(CompletionBody)
     check_decoding(body.max_tokens, "max_tokens", least=0)
-    check_sampling(body)
-    if body.best_of not in (None, 1):
-        raise InputError.wrong("best_of", body.best_of, "1, because only the most likely token is returned")
-    if body.suffix:
-        raise InputError("suffix is not supported, because this server does not insert text; remove it", name="suffix")
     call.need_predictions()
     texts = call.writer.token_texts
     prompts, prompt_texts = await call.prepare(_prompts, call, body)
@@ -143,11 +133,16 @@ async def complete(call: Call) -> Response:
 def _prompts(call: Call, body: CompletionBody) -> tuple[list[Tokens], list[str]]:
     """Return the tokens of all prompts, and their texts, which are empty unless the reply contains them."""
     prompts = parse_prompts(call, body.prompt, "prompt")
-    encoded = encode_prompts(call, prompts, "prompt", add_special=body.add_special_tokens)
+    # Like vLLM, keep the end of a prompt that the token is predicted from.
+    cut = text_cut(call, body, "left")
+    encoded = encode_prompts(call, prompts, "prompt", add_special=body.add_special_tokens, cut=cut)
     if not body.echo:
         return encoded, [""] * len(encoded)
     texts = call.writer.token_texts
-    return encoded, [prompt if isinstance(prompt, str) else texts.text(prompt.tolist()) for prompt in prompts]
+    return encoded, [
+        prompt if isinstance(prompt, str) and cut is None else texts.text(tokens.tolist())
+        for prompt, tokens in zip(prompts, encoded, strict=True)
+    ]
 
 
 def _choice(
@@ -165,26 +160,17 @@ def _choice(
             top_tokens, top_values = scored.top_tokens[position], scored.top_log_probabilities[position]
             pairs = zip(top_tokens.tolist(), top_values.tolist(), strict=True)
             listed.append((token, float(scored.log_probabilities[position]), list(pairs)))
-    finish: Literal["stop", "length"] = "length"
+    finish: FinishReason = "length"
     if body.max_tokens == 1:
         best = answer.top(0, len(prompt) - 1, max(1, body.logprobs or 0))
         token, value = best[0]
-        token_text = (texts.utf8(token) or b"").decode(errors="replace")
-        if token in texts.end_tokens:
-            token_text, finish = "", "stop"
-        for stop in [body.stop] if isinstance(body.stop, str) else body.stop or []:
-            if stop and stop in token_text:
-                token_text, finish = token_text.partition(stop)[0], "stop"
+        token_text, finish = said_text(texts, token, body, continues=True)
         offsets.append(len(text))
         text += token_text
         listed.append((token, value, best[: body.logprobs]))
-    name = _id_name if body.return_tokens_as_token_ids else texts.name
+    name = texts.name_as_id if body.return_tokens_as_token_ids else texts.name
     logprobs = None if body.logprobs is None else _logprobs(listed, offsets, name)
     return CompletionChoice(index, text, logprobs, finish)
-
-
-def _id_name(token: int) -> str:
-    return f"token_id:{token}"
 
 
 def _logprobs(listed: Sequence[_ListedToken], offsets: list[int], name_of: Callable[[int], str]) -> CompletionLogprobs:
@@ -201,7 +187,7 @@ def _logprobs(listed: Sequence[_ListedToken], offsets: list[int], name_of: Calla
         for top_token, top_value in best:
             if top_token != token:
                 top_name = name_of(top_token)
-                key = _id_name(top_token) if top_name in by_name else top_name
+                key = TokenTexts.name_as_id(top_token) if top_name in by_name else top_name
                 by_name[key] = json_log_probability(top_value)
         logprobs.top_logprobs.append(by_name)
     return logprobs
@@ -226,18 +212,23 @@ def check_decoding(count: int | None, name: str, *, least: int) -> None:
         raise InputError.wrong(name, count, "0 or 1" if least == 0 else "1")
 
 
-def check_sampling(body: SamplingBody) -> None:
-    """Raise InputError for parameters that ask for other tokens than the most likely one, or change probabilities."""
-    if body.n not in (None, 1):
-        raise InputError.wrong("n", body.n, "1, because only the most likely token is returned")
-    if body.temperature:
-        raise InputError.wrong("temperature", body.temperature, "0, because the most likely token is returned")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if value := getattr(body, name):
-            raise InputError.wrong(name, value, "0, because the model's log-probabilities are returned unchanged")
-    if body.logit_bias:
-        text = "logit_bias is not supported, because the model's log-probabilities are returned unchanged; remove it"
-        raise InputError(text, name="logit_bias")
+def said_text(
+    texts: TokenTexts, token: int, body: SamplingBody, *, continues: bool = False
+) -> tuple[str, FinishReason]:
+    """Return the text of the answered token, up to the first text in `stop`, and why the answer ends.
+
+    If it `continues` a text, it keeps the blank that tokenizers such as SentencePiece leave out at the start of a text.
+    """
+    if token in texts.end_tokens:
+        return "", "length" if body.ignore_eos else "stop"
+    text = texts.text([token], skip_special=bool(body.skip_special_tokens))
+    if continues and text:
+        text = (texts.utf8(token) or b"").decode(errors="replace")
+    finish: FinishReason = "length"
+    for stop in [body.stop] if isinstance(body.stop, str) else body.stop or []:
+        if stop and stop in text:
+            text, finish = text.partition(stop)[0], "stop"
+    return text, finish
 
 
 def usage_of(call: Call, prompt_tokens: Sequence[int], completion_tokens: int) -> CompletionUsage:

@@ -206,10 +206,6 @@ class LabelledBody(ModelBody):
     questions: Annotated[
         list[LabelledChoice | LabelledScore | LabelledYesNo], Meta(min_length=1, max_length=MOST_QUESTIONS)
     ]
-    temperature: float = 1.0
-    prompt_format_version: int | None = None
-    images: list[Any] = msgspec.field(default_factory=list)
-    return_prompt_token_ids: bool = False
     order_invariant: bool = False
 
 
@@ -320,17 +316,6 @@ def _reply(
 async def _labelled(call: Call) -> LabelledReply:
     body = call.body(LabelledBody)
     call.need_predictions()
-    for name, value, supported in (
-        ("images", body.images, []),
-        ("temperature", body.temperature, 1.0),
-        ("return_prompt_token_ids", body.return_prompt_token_ids, False),
-    ):
-        if value != supported:
-            default = msgspec.json.encode(supported).decode()
-            text = f"{name} is not supported; remove it, or send its default {default}"
-            raise InputError(text, name=name, expected=supported)
-    if body.prompt_format_version not in (None, SGLANG_VERSION):
-        raise InputError.wrong("prompt_format_version", body.prompt_format_version, str(SGLANG_VERSION))
     ids = [question.id for question in body.questions]
     if len(set(ids)) < len(ids):
         raise InputError("two questions have the same id; ids must be unique", name="questions")

@@ -8,6 +8,7 @@ import numpy as np
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_ANSWER_NUMBERS, MOST_ITEMS, check_limit
+from moepass.runtime.serving.questions.text_encoding import TextCut
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.service import Call
 
@@ -62,10 +63,17 @@ def parse_prompts(call: Call, inputs: Inputs, name: str) -> list[str] | list[Tok
 
 
 def encode_prompts(
-    call: Call, prompts: list[str] | list[Tokens], name: str, *, add_special: bool = True
+    call: Call,
+    prompts: list[str] | list[Tokens],
+    name: str,
+    *,
+    add_special: bool = True,
+    cut: TextCut | None = None,
+    prefix: str = "",
 ) -> list[Tokens]:
-    """Return the tokens of prompts that `parse_prompts` returned."""
+    """Return the tokens of prompts that `parse_prompts` returned, shortened by `cut`; `prefix` precedes texts."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return call.writer.encode_plain(texts, add_special=add_special, name=name)
-    return [prompt for prompt in prompts if not isinstance(prompt, str)]
+        return call.writer.encode_plain(texts, add_special=add_special, name=name, cut=cut, prefix=prefix)
+    tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    return tokens if cut is None else [cut.kept(prompt) for prompt in tokens]

@@ -6,13 +6,11 @@ object.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.routes.scores import pair_scores
-from moepass.runtime.serving.routes.service import Call, ModelBody, Priority, Route, new_id
+from moepass.runtime.serving.routes.scores import PairBody, pair_scores
+from moepass.runtime.serving.routes.service import Call, Route, new_id
 
 
 class RerankDocument(msgspec.Struct):
@@ -21,14 +19,15 @@ class RerankDocument(msgspec.Struct):
     text: str
 
 
-class RerankBody(ModelBody):
-    """The body of Cohere and Jina."""
+class RerankBody(PairBody):
+    """The body of Cohere and Jina, with `documents`, or that of text-embeddings-inference, with `texts`."""
 
     query: str
-    documents: list[str | RerankDocument]
+    documents: list[str | RerankDocument] | None = None
+    texts: list[str] | None = None
     top_n: int | None = None
-    return_documents: bool = False
-    relevant_spans: Any = None
+    return_documents: bool | None = False
+    return_text: bool | None = False
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
@@ -74,16 +73,6 @@ class RerankReply(msgspec.Struct):
     usage: RerankUsage
 
 
-class PlainRerankBody(msgspec.Struct):
-    """The body of text-embeddings-inference."""
-
-    query: str
-    texts: list[str]
-    return_text: bool = False
-    raw_scores: bool = False
-    priority: Priority = 0
-
-
 class RankedText(msgspec.Struct, omit_defaults=True):
     """The relevance of one text; `index` is its position in the request."""
 
@@ -94,39 +83,30 @@ class RankedText(msgspec.Struct, omit_defaults=True):
 
 async def rerank(call: Call) -> RerankReply | list[RankedText]:
     """Rank the documents or texts of the body by relevance."""
-    if "texts" in call.json():
-        return await _rerank_texts(call)
     body = call.body(RerankBody)
-    if body.relevant_spans:
-        raise InputError("relevant_spans is not supported; remove it", name="relevant_spans")
+    if (body.documents is None) == (body.texts is None):
+        raise InputError("the body must have either documents or texts, and not both", name="documents")
     # Some clients send 0 for all documents.
     if body.top_n is not None and body.top_n < 0:
         raise InputError.wrong("top_n", body.top_n, "1 or more, or left out")
-    texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    ranked = await _rank(call, body.query, texts, "documents")
+    name = "documents" if body.texts is None else "texts"
+    texts = body.texts or [
+        document if isinstance(document, str) else document.text for document in body.documents or ()
+    ]
+    scores = await pair_scores(call, body, [(body.query, text) for text in texts], ("query", name))
+    ranked = sorted(enumerate(scores), key=lambda pair: -pair[1])[: body.top_n or None]
+    returns_texts = body.return_documents or body.return_text
+    if body.texts is not None:
+        return [RankedText(index, score, texts[index] if returns_texts else None) for index, score in ranked]
     results = [
-        RerankResult(index, score, RerankDocument(texts[index]) if body.return_documents else None)
-        for index, score in ranked[: body.top_n or None]
+        RerankResult(index, score, RerankDocument(texts[index]) if returns_texts else None) for index, score in ranked
     ]
     return RerankReply(
         new_id("rerank"), call.model, results, RerankMeta(UsedTokens(call.tokens)), RerankUsage(call.tokens)
     )
 
 
-async def _rerank_texts(call: Call) -> list[RankedText]:
-    body = call.body(PlainRerankBody)
-    if body.raw_scores:
-        raise InputError("raw_scores is not supported: scores are always from 0 to 1; remove it", name="raw_scores")
-    ranked = await _rank(call, body.query, body.texts, "texts")
-    return [RankedText(index, score, body.texts[index] if body.return_text else None) for index, score in ranked]
-
-
-async def _rank(call: Call, query: str, texts: list[str], name: str) -> list[tuple[int, float]]:
-    scores = await pair_scores(call, [(query, text) for text in texts], ("query", name))
-    return sorted(enumerate(scores), key=lambda pair: -pair[1])
-
-
 ROUTES = tuple(
-    Route("POST", path, rerank, (RerankBody, PlainRerankBody), (RerankReply, list[RankedText]))
+    Route("POST", path, rerank, (RerankBody,), (RerankReply, list[RankedText]))
     for path in ("/rerank", "/v1/rerank", "/v2/rerank")
 )

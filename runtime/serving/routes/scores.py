@@ -20,9 +20,11 @@ from moepass.models.limits import MOST_LABELS
 from moepass.runtime.serving.questions.labels import score_labels
 from moepass.runtime.serving.questions.relevance import PairTree
 from moepass.runtime.serving.questions.request_tree import RequestTree
+from moepass.runtime.serving.questions.text_encoding import TextCut
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.prompt_inputs import TextOrTokens, check_answer_size, check_count, check_token_ids
 from moepass.runtime.serving.routes.service import Call, CreatedReply, ModelBody, Route, TokenUsage
+from moepass.runtime.serving.routes.truncation import PooledBody, text_cut
 
 LabelIds = Annotated[list[int], Meta(min_length=1, max_length=MOST_LABELS)]
 
@@ -35,6 +37,7 @@ class LabelScoreBody(ModelBody):
     label_token_ids: LabelIds
     apply_softmax: bool = False
     item_first: bool = False
+    add_special_tokens: bool = True
 
 
 class LabelScoreReply(msgspec.Struct):
@@ -47,7 +50,18 @@ class LabelScoreReply(msgspec.Struct):
     object: Literal["scoring"] = "scoring"
 
 
-class PairScoreBody(ModelBody):
+class PairBody(PooledBody, kw_only=True):
+    """Fields of all bodies with queries and documents. An instruction needs a place in the checkpoint's template."""
+
+    instruction: str | None = None
+    instruct: str | None = None
+    max_tokens_per_query: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=0)] | None = None
+    use_activation: bool | None = None
+    raw_scores: bool | None = False
+
+
+class PairScoreBody(PairBody):
     """vLLM's body: one query for all documents, or one query for each document."""
 
     queries: str | list[str] | None = None
@@ -76,7 +90,6 @@ class GenerativeBody(LabelScoreBody):
     """vLLM's body of /generative_scoring: the score is the share of the first label."""
 
     apply_softmax: bool = True
-    add_special_tokens: bool = True
 
 
 async def score(call: Call) -> LabelScoreReply | PairScoreReply:
@@ -84,14 +97,14 @@ async def score(call: Call) -> LabelScoreReply | PairScoreReply:
     if "label_token_ids" not in call.json():
         return await _score_pairs(call)
     body = call.body(LabelScoreBody)
-    scores, masses = await _label_scores(call, body, add_special=True)
+    scores, masses = await _label_scores(call, body)
     return LabelScoreReply(scores, masses, call.model, call.usage)
 
 
 async def generative_score(call: Call) -> PairScoreReply:
     """Return the share of the first label for each item."""
     body = call.body(GenerativeBody)
-    scores, _ = await _label_scores(call, body, add_special=body.add_special_tokens)
+    scores, _ = await _label_scores(call, body)
     return _pair_reply(call, [labels[0] for labels in scores])
 
 
@@ -109,7 +122,7 @@ async def _score_pairs(call: Call) -> PairScoreReply:
         text = f"there are {len(queries)} queries and {len(documents)} documents; send one query, or one per document"
         raise InputError(text, name="queries", value=len(queries), expected=len(documents))
     pairs = list(zip(queries, documents, strict=True))
-    return _pair_reply(call, await pair_scores(call, pairs, names))
+    return _pair_reply(call, await pair_scores(call, body, pairs, names))
 
 
 def _pair_reply(call: Call, scores: Sequence[float]) -> PairScoreReply:
@@ -117,9 +130,7 @@ def _pair_reply(call: Call, scores: Sequence[float]) -> PairScoreReply:
     return PairScoreReply(*call.reply_fields("score"), data, call.usage)
 
 
-async def _label_scores(
-    call: Call, body: LabelScoreBody, *, add_special: bool
-) -> tuple[list[list[float]], list[float]]:
+async def _label_scores(call: Call, body: LabelScoreBody) -> tuple[list[list[float]], list[float]]:
     items = [body.items] if isinstance(body.items, str) else body.items
     check_count(items, "items")
     check_token_ids(call, body.label_token_ids, "label_token_ids")
@@ -127,7 +138,7 @@ async def _label_scores(
         raise InputError("label_token_ids contains an id twice; ids must be unique", name="label_token_ids")
     call.need_predictions()
     check_answer_size(len(items) * len(body.label_token_ids))
-    sequences = await call.prepare(_joined, call, body, items, add_special)
+    sequences = await call.prepare(_joined, call, body, items)
     tree = RequestTree(call.writer.most_tokens)
     numbers = [tree.add(tokens, f"items[{index}] with the query") for index, tokens in enumerate(sequences)]
     for number in numbers:
@@ -145,7 +156,7 @@ async def _label_scores(
     return scores, masses
 
 
-def _joined(call: Call, body: LabelScoreBody, items: Sequence[Any], add_special: bool) -> list[Tokens]:
+def _joined(call: Call, body: LabelScoreBody, items: Sequence[Any]) -> list[Tokens]:
     query: Any = body.query
     for index, item in enumerate(items):
         if isinstance(item, str) != isinstance(query, str):
@@ -154,21 +165,57 @@ def _joined(call: Call, body: LabelScoreBody, items: Sequence[Any], add_special:
             raise InputError(f"{problem}; send texts or token ids for both", name="items")
     joined = [item + query if body.item_first else query + item for item in items]
     if isinstance(query, str):
-        return call.writer.encode_plain(joined, add_special=add_special, name="query with an item")
+        return call.writer.encode_plain(joined, add_special=body.add_special_tokens, name="query with an item")
     check_token_ids(call, query, "query")
     for index, item in enumerate(items):
         check_token_ids(call, item, f"items[{index}]")
     return [np.array(tokens, np.int32) for tokens in joined]
 
 
-async def pair_scores(call: Call, pairs: Sequence[tuple[str, str]], names: tuple[str, str]) -> list[float]:
-    """Return the relevance of each pair's document to its query, from 0 to 1; errors contain the `names` of both."""
+async def pair_scores(
+    call: Call, body: PairBody, pairs: Sequence[tuple[str, str]], names: tuple[str, str]
+) -> list[float]:
+    """Return the relevance of each pair's document to its query, from 0 to 1, or its log-odds if the body asks for it.
+
+    Errors contain the `names` of queries and documents.
+    """
     check_count(pairs, names[1])
     has_classes = call.service.backend.status().vector == "class scores"
     if not has_classes:
         call.need_predictions()
-    tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes, names=names)
-    return tree.scores(await call.answer_tree(tree.tree))
+    tree = await call.prepare(_pair_tree, call, body, pairs, names, by_class_scores=has_classes)
+    is_raw = bool(body.raw_scores) or body.use_activation is False
+    return tree.scores(await call.answer_tree(tree.tree), is_raw=is_raw)
+
+
+def _pair_tree(
+    call: Call, body: PairBody, pairs: Sequence[tuple[str, str]], names: tuple[str, str], *, by_class_scores: bool
+) -> PairTree:
+    instruction = body.instruction or body.instruct or None
+    if instruction is not None and not call.writer.prompt.takes_instruction:
+        field = "instruction" if body.instruction else "instruct"
+        text = (
+            f"{field} is not supported by this checkpoint, because its prompt.json has no pair_template with "
+            "{instruction}; remove it"
+        )
+        raise InputError(text, name=field, value=instruction)
+    if body.instruct and body.instruction and body.instruct != body.instruction:
+        raise InputError("instruct and instruction differ; send one of them", name="instruct", value=body.instruct)
+    for index, field in enumerate(("max_tokens_per_query", "max_tokens_per_doc")):
+        if most := getattr(body, field):  # vLLM's default is 0, for no limit
+            cut = TextCut(most, "right", field)
+            fitting = {text: call.writer.fit(text, cut, names[index]) for text in {pair[index] for pair in pairs}}
+            pairs = [
+                (fitting[query], document) if index == 0 else (query, fitting[document]) for query, document in pairs
+            ]
+    return PairTree(
+        call.writer,
+        pairs,
+        by_class_scores=by_class_scores,
+        names=names,
+        instruction=instruction,
+        cut=text_cut(call, body),
+    )
 
 
 ROUTES = (

@@ -21,10 +21,11 @@ from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnsw
 from moepass.runtime.serving.requests.answer import Answer, AnswerTimes, Usage
 from moepass.runtime.serving.requests.backend import Backend, QueueFullError
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.routes.body_fields import check_fields, rules_of
 from moepass.runtime.serving.routes.errors import HttpError
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 
-_Kind = TypeVar("_Kind")
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -32,25 +33,6 @@ _Result = TypeVar("_Result")
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 # Requests with different salts do not share cached prefixes.
 Salt = Annotated[str, Meta(max_length=1024)] | None
-
-# Fields of other servers that would change the prompt or the results, with the values that have no effect. Requests
-# with other values are refused, because ignoring them would return wrong results. Other unknown fields are ignored.
-_CHANGING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}, {"enable_thinking": False}),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "truncate_prompt_tokens": (None, -1),
-    "prompt_logprobs": (None,),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "logits_processors": (None, []),
-    "structured_outputs": (None, {}),
-    "guided_choice": (None, []),
-    "guided_regex": (None,),
-    "guided_json": (None,),
-    "guided_grammar": (None,),
-}
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
@@ -130,20 +112,16 @@ class Call:
             raise InputError(f"the body is a JSON {kind}; it must be a JSON object", name="body")
         return value
 
-    def body(self, kind: type[_Kind]) -> _Kind:
+    def body(self, kind: type[_Body]) -> _Body:
         """Return the body as a `kind`, and use its priority and salt for all requests of this call.
 
-        Unknown fields are ignored, unless they would change the results. Raises InputError, with the path of the field
-        as its name, if the body does not match, and HttpError (404) if the requested model is not served. An empty name
+        Unknown fields are ignored, unless `body_fields` refuses them. Raises InputError, with the path of the field as
+        its name, if the body does not match, and HttpError (404) if the requested model is not served. An empty name
         selects the served model.
         """
         # json() also checks the nesting depth and that the body is an object.
-        for name, field in self.json().items():
-            is_supported = name in getattr(kind, "__struct_fields__", ())
-            if not is_supported and name in _CHANGING_FIELDS and field not in _CHANGING_FIELDS[name]:
-                text = f"{name} is not supported, and ignoring it would return wrong results; remove it"
-                raise InputError(text, name=name)
-        value: _Kind = _decode(self.raw, kind)
+        check_fields(self.json(), kind.__name__, kind.__struct_fields__)
+        value: _Body = _decode(self.raw, kind)
         if model := getattr(value, "model", None):
             self.check_model(model)
         self.priority = getattr(value, "priority", 0)
@@ -250,8 +228,7 @@ class Route:
     @property
     def fields(self) -> Set[str]:
         """The names of fields that errors may refer to."""
-        names = {name for body in self.bodies for name in body.__struct_fields__}
-        return names | _CHANGING_FIELDS.keys() if names else names
+        return {name for body in self.bodies for name in {*body.__struct_fields__, *rules_of(body.__name__)}}
 
 
 class ModelBody(msgspec.Struct, kw_only=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from moepass.models.errors import InputError
@@ -48,7 +46,6 @@ class SystemoneBody(ModelBody):
 
     state: JsonText
     questions: dict[str, NoulQuestion | ChoiceQuestion | ScoreQuestion]
-    assets: dict[str, Any] = msgspec.field(default_factory=dict)
     order_invariant: bool = False
 
 
@@ -98,9 +95,6 @@ async def systemone(call: Call) -> SystemoneReply:
     """Answer the questions of the body."""
     body = call.body(SystemoneBody)
     call.need_predictions()
-    if body.assets:
-        text = "assets is not supported, because this server only takes text and JSON; remove it"
-        raise InputError(text, name="assets")
     check_count(body.questions, "questions", MOST_QUESTIONS)
     answers = await ask(call, _tree, body)
     replies = {}

@@ -20,9 +20,9 @@ class TokenizeBody(msgspec.Struct):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     model: str = ""
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    return_token_strs: bool | None = False
 
 
 class TokenizeReply(msgspec.Struct):
@@ -39,6 +39,7 @@ class DetokenizeBody(msgspec.Struct):
 
     tokens: list[int]
     model: str = ""
+    skip_special_tokens: bool = False
 
 
 class DetokenizeReply(msgspec.Struct):
@@ -73,7 +74,11 @@ async def tokenize(call: Call) -> TokenizeReply:
 
 def _tokens(call: Call, body: TokenizeBody) -> Tokens:
     if body.prompt is not None:
-        return call.writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="prompt")[0]
+        add_special = body.add_special_tokens is not False
+        return call.writer.encode_plain([body.prompt], add_special=add_special, name="prompt")[0]
+    if body.add_special_tokens:
+        text = "add_special_tokens is true, but the chat template adds the special tokens of messages; remove it"
+        raise InputError(text, name="add_special_tokens", value=True, expected=False)
     return encode_messages(call, body.messages or [], add_generation_prompt=body.add_generation_prompt)
 
 
@@ -83,7 +88,8 @@ async def detokenize(call: Call) -> DetokenizeReply:
     advice = "send them in several requests"
     check_limit("the number of tokens", len(body.tokens), MOST_REQUEST_TOKENS, advice, name="tokens")
     check_token_ids(call, body.tokens, "tokens")
-    return DetokenizeReply(await call.prepare(call.writer.token_texts.text, body.tokens))
+    texts = call.writer.token_texts
+    return DetokenizeReply(await call.prepare(texts.text, body.tokens, skip_special=body.skip_special_tokens))
 
 
 async def tokenizer_info(call: Call) -> TokenizerReply:

@@ -29,6 +29,7 @@ from moepass.runtime.serving.requests.backend import (
 )
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from tests.helpers.serving.byte_checkpoint import save_byte_checkpoint
+from tests.helpers.serving.replies import check_alike, lasting
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
 POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
@@ -275,7 +276,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/chat/completions", CHAT, "chat_template", None),
         ("/v1/chat/completions", CHAT, "chat_template_kwargs", {"enable_thinking": False}),
         ("/v1/chat/completions", CHAT, "add_generation_prompt", True),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "truncate_prompt_tokens", -1),
+        ("/v1/decisions", DECISION, "truncate_prompt_tokens", -1),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "prompt_logprobs", None),
         ("/v1/decisions", DECISION, "chat_template_kwargs", None),
     ],
@@ -397,29 +398,6 @@ def test_an_invocation_calls_the_route_of_its_body(chat: Served, general: str, b
 def test_inputs_at_the_root_of_a_classifier_are_classified(classes: Served) -> None:
     body = {"inputs": ["a", "b"]}
     assert classes.post("/", body) == classes.post("/predict", body)
-
-
-def lasting(answer: Any) -> Any:
-    """Return the answer without the fields that differ from call to call."""
-    if not isinstance(answer, dict):
-        return answer
-    return {name: value for name, value in answer.items() if name not in ("id", "created")}
-
-
-def check_alike(reply: Any, expected: Any) -> None:
-    """Check that two replies are equal up to rounding, because a prefix may have come from the cache."""
-    if isinstance(expected, dict):
-        assert list(reply) == list(expected)
-        for name, value in expected.items():
-            check_alike(reply[name], value)
-    elif isinstance(expected, list):
-        assert len(reply) == len(expected)
-        for actual_item, expected_item in zip(reply, expected, strict=True):
-            check_alike(actual_item, expected_item)
-    elif isinstance(expected, float):
-        assert reply == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    else:
-        assert reply == expected
 
 
 def test_an_invocation_that_matches_no_route_is_refused(chat: Served) -> None:

@@ -72,7 +72,7 @@ LABELLED = {"id": "is it so?", "type": "yes_no", "question": ""}
         ("/invocations", {"x": 1}, None),
         ("/invocations", {"prompt": LONG, "max_tokens": 1}, "prompt"),
         ("/classify", {"input": "a"}, "model"),
-        ("/predict", {"inputs": "a"}, None),  # its body has no model field
+        ("/predict", {"inputs": "a"}, "model"),
     ],
 )  # fmt: skip
 def test_an_error_names_its_field(chat: Served, path: str, body: Any, param: str | None) -> None:

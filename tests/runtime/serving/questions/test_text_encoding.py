@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moepass.models.checkpoint.checkpoint_folders import load_tokenizer, resolve_model
 from moepass.models.errors import InputError
-from moepass.runtime.serving.questions.text_encoding import TextEncoder
+from moepass.runtime.serving.questions.text_encoding import Side, TextCut, TextEncoder
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 from tests.helpers.serving.byte_checkpoint import CONTROL_TOKENS, save_byte_checkpoint
@@ -168,3 +168,32 @@ def test_the_context_of_a_label_is_what_follows_the_last_control_token(encoders:
     long = "word " * 200
     assert long.endswith(encoder.context_of(long))
     assert len(encoder.context_of(long)) <= 256
+
+
+WORDS = st.lists(st.sampled_from(["the", "cat", " ", "a", "b", "is", "true", "\n", "é😀", "x"]), max_size=20).map(
+    "".join
+)
+
+
+@given(NAMES, st.lists(WORDS, min_size=1, max_size=2), st.integers(5, 16), st.sampled_from(["left", "right"]))
+def test_texts_and_pairs_are_cut_as_by_transformers(
+    tokenizers: dict[str, Any], encoders: dict[str, TextEncoder], name: str, texts: list[str], most: int, side: Side
+) -> None:
+    assume(texts[-1])  # transformers takes a pair with an empty second text for a single text
+    tokenizer = tokenizers[name]
+    tokenizer.truncation_side = side
+    expected = tokenizer(*texts, truncation=True, max_length=most)["input_ids"]
+    (tokens,) = encoders[name].encode_cut([tuple(texts)], TextCut(most, side, "limit"), add_special=True)
+    assert tokens.tolist() == expected
+
+
+@given(NAMES, WORDS, st.integers(1, 8), st.sampled_from(["left", "right"]))
+def test_a_cut_keeps_one_end_of_the_text(
+    encoders: dict[str, TextEncoder], name: str, text: str, most: int, side: Side
+) -> None:
+    cut = encoders[name].cut(text, most, side)
+    assert text.startswith(cut) if side == "right" else text.endswith(cut)
+    assert (cut == text) or len(encoders[name].encode(text)) > most
+    if name != "metaspace":  # this tokenizer makes one token of any number of unknown letters
+        # The same text, far beyond what is encoded at once, has the same end.
+        assert encoders[name].cut(text * 400, most, side) == encoders[name].cut(text * 40, most, side)
