@@ -112,6 +112,7 @@ class LowRankModules(SlicesOfModules):
         self.experts = nn.ModuleList(LowRankExpert(sizes, number) for number in self.owned)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [

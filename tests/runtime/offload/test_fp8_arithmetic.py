@@ -54,7 +54,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepass.options._check_multiplies_in_fp8", lambda device: None)
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("home", ["host", pytest.param("disk", marks=pytest.mark.slow)])
 def test_slots_stay_fp8_and_results_are_close(home: str, tmp_path: Path, interpreted: None) -> None:
     folder = _folder(tmp_path)
     exact = _run(moepass.load_pretrained(folder))
@@ -74,6 +74,7 @@ def test_slots_stay_fp8_and_results_are_close(home: str, tmp_path: Path, interpr
     assert 1e-4 < error < 0.05
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("form", "sizes", "message"),
     [
