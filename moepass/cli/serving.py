@@ -82,7 +82,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of a server; addresses of IPv6 stand in brackets there."""
+    """Return the URL of a server, with brackets around an IPv6 address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -439,7 +439,7 @@ class Branches(RowRules):
             self._refuse(node, f"gives {own.dtype} in a branch, and {together.dtype} for all experts together")
 
     def _along_features(self, node: Node, base: str, tensors: dict[Node, Together]) -> tuple[Any, Any]:
-        """The arguments of an operation along features, as these stand behind all rows."""
+        """Return the arguments of an operation along features, which are the last dimension of all rows together."""
         if base in ("constant_pad_nd", *NORMS):
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: tensors[used].node)
             return args, kwargs

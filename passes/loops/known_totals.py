@@ -41,7 +41,7 @@ class NotKnownError(Exception):
 
 
 def without_known_reads(module: GraphModule) -> GraphModule:
-    """A copy of `module` without host reads that are not needed; `module` itself where there are none."""
+    """Return a copy of `module` without unnecessary host reads, or `module` itself if it has none."""
     if any(True for _ in communications_of(module.graph)):
         return module
     for name in [node.name for node in read_tables(module.graph)]:
@@ -215,7 +215,7 @@ def known_total(counts: Node, experts: int) -> sympy.Expr | None:
 
 
 def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
-    """How many `ids` there are, where a top-k of as many experts gives them all, in whatever order."""
+    """Return the number of `ids` if they are all ids of a top-k over this many experts, in any order."""
     node = ids
     while True:
         if not _holds_ids(fake_value(node).dtype, experts):

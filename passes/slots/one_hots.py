@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -77,12 +77,6 @@ class OneHots:
     @property
     def parts(self) -> list[MaskPart]:
         return [part for dimension in self.dimensions for part in dimension]
-
-    def with_indices(self, change: Callable[[Node], Node]) -> tuple[Dimension, ...]:
-        return tuple(
-            tuple(part if part.index is None else MaskPart(part.size, change(part.index)) for part in dimension)
-            for dimension in self.dimensions
-        )
 
 
 def possible_masks(graph: Graph) -> set[Node]:

@@ -62,7 +62,7 @@ def match_all_to_all(
         )
     is_beside = len(dispatches) == 1 and all(_split_sizes(one) == _split_sizes(dispatches[0]) for one in beside)
     if is_beside:
-        check_exact_sizes(dispatches[0], counts)
+        _check_exact_sizes(dispatches[0], counts)
     with_rows = [one for one in counts if is_beside and _split_sizes(one) == _split_sizes(dispatches[0])]
     if with_rows:
         raise NotThisForm(
@@ -111,9 +111,9 @@ def match_all_to_all(
     )
 
 
-def check_exact_sizes(dispatch: Collective, counts: Sequence[Collective]) -> None:
-    """Raises NotThisForm where a fixed number of slots is exchanged for each rank, and how many of them are filled."""
-    # Without tokens what a rank sends is constant too: nothing.
+def _check_exact_sizes(dispatch: Collective, counts: Sequence[Collective]) -> None:
+    """Raise NotThisForm if each rank gets a fixed number of slots, and `counts` say how many of them are filled."""
+    # Sizes are also constant on a rank without tokens, which sends nothing and is refused too.
     if counts and all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive)):
         raise NotThisForm(
             f"{named(dispatch.node)} exchanges as many slots as constants say, and {named(counts[0].node)} how many of "

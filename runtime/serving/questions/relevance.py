@@ -84,7 +84,7 @@ class PairTree:
         return [_relevance(answer.vector(sequence), is_raw) for sequence in self._sequences]
 
 
-def class_values(scores: Floats, activation: ClassActivation) -> list[float]:
+def class_values(scores: Floats | Sequence[float], activation: ClassActivation) -> list[float]:
     """Return the outputs of a classifier for its class scores, as transformers' pipeline does.
 
     These are probabilities of classes that exclude each other (`softmax`), probabilities of independent classes
@@ -117,4 +117,4 @@ def _relevance(scores: Floats, is_raw: bool) -> float:
         raise InputError(problem, name="model", value=len(scores), expected="1 or 2")
     # The softmax of two scores is the sigmoid of their difference.
     log_odds = float(scores[-1]) - (float(scores[0]) if len(scores) == 2 else 0.0)
-    return log_odds if is_raw else _softmax([log_odds, 0.0])[0]
+    return log_odds if is_raw else class_values([log_odds], "sigmoid")[0]

@@ -96,9 +96,9 @@ class TokenTexts:
         ends = np.cumsum([0, *map(len, pieces)])
         starts = np.clip(ends[:-1] - max(0, added), 0, len(encoded))
         begins_character = (np.frombuffer(encoded, np.uint8) & 0xC0) != 0x80
-        # The number of characters that begin at a byte or before it, and behind the last byte.
-        counts = np.append(np.cumsum(begins_character), len(text) + 1)
-        offsets: list[int] = (counts[starts] - 1).tolist()
+        # The character of each byte, and of the end.
+        characters = np.append(np.cumsum(begins_character) - 1, len(text))
+        offsets: list[int] = characters[starts].tolist()
         return offsets
 
 

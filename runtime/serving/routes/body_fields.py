@@ -19,7 +19,7 @@ from moepass.runtime.serving.questions.wordings import SGLANG_VERSION
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueRule:
-    """The `values` of a field that change nothing here, null included; None if no value does.
+    """The `values` of a field that change nothing here; None if all values change nothing. Null never does.
 
     `reason` says why other values are refused.
     """

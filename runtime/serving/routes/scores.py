@@ -201,21 +201,25 @@ def _pair_tree(
         raise InputError(text, name=field, value=instruction)
     if body.instruct and body.instruction and body.instruct != body.instruction:
         raise InputError("instruct and instruction differ; send one of them", name="instruct", value=body.instruct)
-    for index, field in enumerate(("max_tokens_per_query", "max_tokens_per_doc")):
-        if most := getattr(body, field):  # vLLM's default is 0, for no limit
-            cut = TextCut(most, "right", field)
-            fitting = {text: call.writer.fit(text, cut, names[index]) for text in {pair[index] for pair in pairs}}
-            pairs = [
-                (fitting[query], document) if index == 0 else (query, fitting[document]) for query, document in pairs
-            ]
+    queries = _fitting(call, [query for query, _ in pairs], body.max_tokens_per_query, "max_tokens_per_query", names[0])
+    documents = _fitting(call, [text for _, text in pairs], body.max_tokens_per_doc, "max_tokens_per_doc", names[1])
     return PairTree(
         call.writer,
-        pairs,
+        list(zip(queries, documents, strict=True)),
         by_class_scores=by_class_scores,
         names=names,
         instruction=instruction,
         cut=text_cut(call, body),
     )
+
+
+def _fitting(call: Call, texts: Sequence[str], most_tokens: int | None, field: str, name: str) -> Sequence[str]:
+    """Return `texts` without what is beyond `most_tokens`, the value of `field`; 0 is no limit, as in vLLM."""
+    if not most_tokens:
+        return texts
+    cut = TextCut(most_tokens, "right", field)
+    fitting = {text: call.writer.fit(text, cut, name) for text in set(texts)}
+    return [fitting[text] for text in texts]
 
 
 ROUTES = (
