@@ -53,7 +53,8 @@ def stored_matrices(draw: st.DrawFn) -> tuple[MatrixFormula, dict[Role, torch.Te
     stored = {Role.VALUES: values}
     blocks = formula.block_counts(rows, columns)
     turned = blocks[::-1] if formula.packing.transposed else blocks
-    scale_dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu]))
+    scale_dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.float8_e4m3fn]
+    scale_dtype = draw(st.sampled_from(scale_dtypes))
     scales = torch.rand(experts, *turned, generator=torch.Generator().manual_seed(rows)).mul(0.1).to(scale_dtype)
     stored[Role.SCALES] = scales
     if draw(st.booleans()):
