@@ -179,7 +179,7 @@ def test_eager_equals_all_experts_in_one_process(form: str, case: Case, dtype: t
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("form", FORMS)

@@ -305,7 +305,7 @@ def test_code_of_inductor_gives_the_same_bits(store: CaptureStore) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "jamba"])
+@pytest.mark.parametrize("family", ["gpt_oss", "jamba"])
 def test_families_are_stored_and_give_the_same_bits(store: CaptureStore, family: str) -> None:
     def make() -> RowsBackbone:
         model = tiny_model(family)

@@ -182,7 +182,7 @@ def test_bad_lines_are_errors_with_their_number_and_no_output(case: str, checkpo
 
 BAD_OPTIONS: dict[str, tuple[list[str], str, int]] = {
     "no label": (["--labels", ""], "label '' has no tokens", 1),
-    "blank label": (["--labels", "yes, "], "label ' ' has no tokens", 1),
+    "blank label": (["--labels", '["yes", " "]'], "label ' ' has no tokens", 1),
     "same label": (["--labels", "yes,yes"], "label 'yes' occurs twice", 1),
     "labels no list": (["--labels", "[1]"], "are not a JSON list of strings", 1),
     "no labels": ([], "there are no labels", 1),

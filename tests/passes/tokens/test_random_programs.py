@@ -87,7 +87,7 @@ STEPS: dict[str, Step] = {
     st.integers(1, 9),
     st.booleans(),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_random_programs(names: list[str], batch: int, length: int, width: int, chunk: int, dynamic: bool) -> None:
     def forward(model: TokenModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = model.embed(ids)
