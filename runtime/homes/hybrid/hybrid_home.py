@@ -140,7 +140,7 @@ class DeviceHybridPacker(HybridPacker):
         for sources in spread.values():
             for source in sources:
                 assert isinstance(source, MemorySource)
-                pin_shard(self.home, source.memory, is_own=not source.over_link)
+                pin_shard(self.home, source.memory, self._device, is_own=not source.over_link)
         return spread
 
     def _reserve(self) -> None:
@@ -162,10 +162,11 @@ class DeviceHybridPacker(HybridPacker):
         return DeviceStagingBuffers(board, memories, stream, self._keeps)
 
 
-def pin_shard(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
+def pin_shard(owner: object, shard: torch.Tensor, device: torch.device, *, is_own: bool) -> None:
     """Pin `shard`, mapped host memory, so that GPUs can read it; it stays pinned as long as `owner` lives.
 
-    The shards of other ranks (not `is_own`) are pinned read-only. Raises SharedMemoryError if the CUDA runtime refuses.
+    Copies from the shard to `device` end before it is unpinned. The shards of other ranks (not `is_own`) are pinned
+    read-only. Raises SharedMemoryError if the CUDA runtime refuses.
     """
     if not shard.numel():
         return
@@ -178,9 +179,9 @@ def pin_shard(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
             name="cudaHostRegister",
             value=result,
         )
-    weakref.finalize(owner, _unpin, shard).atexit = False
+    weakref.finalize(owner, _unpin, shard, device).atexit = False
 
 
-def _unpin(shard: torch.Tensor) -> None:
-    torch.cuda.synchronize()
+def _unpin(shard: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(shard.data_ptr())

@@ -228,7 +228,7 @@ def _model_stays_exact() -> int:
     def packer(options: Any, device: torch.device) -> _OnCpu:
         return _OnCpu(PeerGroup.of(None, timeout_s=50), StagedPull(Link()), 2, _Shared, device)
 
-    def pin(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
+    def pin(owner: object, shard: torch.Tensor, device: torch.device, *, is_own: bool) -> None:
         pinned.append(is_own)
 
     torch.manual_seed(0)
@@ -282,19 +282,24 @@ class _Owner:
 
 def test_host_memory_is_pinned_as_long_as_it_is_read() -> None:
     runtime, owner, shard = _Runtime(), _Owner(), torch.zeros(8, dtype=torch.uint8)
-    with mock.patch.object(torch.cuda, "cudart", return_value=runtime), mock.patch.object(torch.cuda, "synchronize"):
-        hybrid_home.pin_shard(owner, shard, is_own=True)
-        hybrid_home.pin_shard(owner, shard[4:], is_own=False)
-        hybrid_home.pin_shard(owner, shard[:0], is_own=False)
+    gpu = torch.device("cuda", 3)
+    with (
+        mock.patch.object(torch.cuda, "cudart", return_value=runtime),
+        mock.patch.object(torch.cuda, "synchronize") as synchronize,
+    ):
+        hybrid_home.pin_shard(owner, shard, gpu, is_own=True)
+        hybrid_home.pin_shard(owner, shard[4:], gpu, is_own=False)
+        hybrid_home.pin_shard(owner, shard[:0], gpu, is_own=False)
         assert runtime.registered == {shard.data_ptr(): 1, shard.data_ptr() + 4: 9}
         del owner
         assert runtime.registered == {}
+        assert synchronize.call_args_list == [mock.call(gpu)] * 2
     refusing = _Runtime(2)
     with (
         mock.patch.object(torch.cuda, "cudart", return_value=refusing),
         refused(SharedMemoryError, name="cudaHostRegister", value=2),
     ):
-        hybrid_home.pin_shard(_Owner(), shard, is_own=True)
+        hybrid_home.pin_shard(_Owner(), shard, gpu, is_own=True)
 
 
 def _always(*arguments: object) -> bool:
