@@ -35,7 +35,7 @@ from moepass.runtime.serving.requests.backend import SequenceTooLongError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
 from moepass.runtime.serving.requests.view import EngineView
-from moepass.runtime.system.memory_errors import is_out_of_memory
+from moepass.runtime.system.device_errors import is_out_of_memory
 from moepass.runtime.torch_private import frames_compiled
 
 logger = logging.getLogger("moepass")
