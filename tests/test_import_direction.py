@@ -96,7 +96,7 @@ ROOMS = {
         "serving/attention": ("serving/cache", "serving/batching"),
         "serving/engine": (
             *("serving/attention", "serving/cache", *_BATCHING),
-            *("offload", "homes/options", "banks"),
+            *("offload", "homes/options", "banks", "system"),
         ),
         "serving/router": _BATCHING,
         "serving/workers": ("serving/engine", "serving/router", *_BATCHING, "ranks", "system"),

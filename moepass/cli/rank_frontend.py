@@ -18,6 +18,7 @@ from moepass.cli.serve_options import RankSetup
 from moepass.cli.torchrun import LaunchedProcess, RankStart, publish_setup
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
 from moepass.models.homes import home_named
+from moepass.models.limits import AUTO
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.backend import FrontendLimits
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
@@ -88,10 +89,10 @@ def _check(setup: RankSetup) -> None:
     resolve_model(setup.model)
     options = setup.options
     # The defaults need no check, and a server needs torch for nothing else, whose import takes long.
-    if options.device != "cpu":
-        from moepass.runtime.offload.offload import check_device
+    if options.device not in (AUTO, "cpu"):
+        from moepass.runtime.offload.offload import rank_device
 
-        check_device(options.device)
+        rank_device(options.device)
     if options.link != "real":
         from moepass.runtime.transfer.link import parse_link
 

@@ -31,7 +31,14 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar=f"[{'|'.join(HOMES)}]",
         ),
     ] = "host"
-    device: Annotated[str, option("The device that computes: cpu, cuda or cuda:INDEX.", metavar="DEVICE")] = "cpu"
+    device: Annotated[
+        str,
+        option(
+            "The device that computes: auto, cpu, cuda or cuda:INDEX; **auto** is a GPU if there is one, else the CPU.",
+            details="With auto and cuda, ranks take the GPUs in turn.",
+            metavar="DEVICE",
+        ),
+    ] = AUTO
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None, option("The dtype of the weights.", unset="the checkpoint's")
     ] = None
@@ -151,15 +158,20 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
                 "and a home that experts are streamed from, or set chunk_tokens to a number of tokens"
             )
             raise OptionError(message, name="chunk_tokens", value=AUTO)
-        if not self.device.startswith("cuda") or self.eager or self.lower == "eager":
-            for name, default in (("tune_kernels", False), ("experts_compute", "model")):
-                if (value := getattr(self, name)) != default:
-                    text = (
-                        f"{name} is {value!r}, but with device {self.device!r}, lower {self.lower!r}"
-                        f"{' and eager' if self.eager else ''} experts have no Triton kernels; they have with device "
-                        "cuda and lower inductor"
-                    )
-                    raise OptionError(text, name=name, value=value, expected=(default,))
+        self.check_kernels(self.device)
+
+    def check_kernels(self, device: str) -> None:
+        """Raise OptionError for options of Triton kernels if experts have none on `device`; "auto" may be a GPU."""
+        if device.startswith(("cuda", AUTO)) and not self.eager and self.lower != "eager":
+            return
+        for name, default in (("tune_kernels", False), ("experts_compute", "model")):
+            if (value := getattr(self, name)) != default:
+                text = (
+                    f"{name} is {value!r}, but with device {device!r}, lower {self.lower!r}"
+                    f"{' and eager' if self.eager else ''} experts have no Triton kernels; they have with device cuda "
+                    "and lower inductor"
+                )
+                raise OptionError(text, name=name, value=value, expected=(default,))
 
     @property
     def cache_bytes(self) -> int | None:

@@ -83,13 +83,18 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
     from moepass.runtime.homes.options.home_options import Host
     from moepass.runtime.homes.options.packers import options_of
     from moepass.runtime.kernels.grouped_gemm.tuner import tune_kernels
-    from moepass.runtime.offload.offload import check_device
+    from moepass.runtime.offload.offload import rank_device
     from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
     from moepass.runtime.serving.questions.known_answer import check_known_answer
     from moepass.runtime.serving.questions.prompts import PromptWriter
     from moepass.stored_compile import StoredModule
 
     options = setup.options
+    devices = [rank_device(options.device, other) for other in range(options.ranks)]
+    device = devices[rank]
+    options.check_kernels(device.type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     torch.set_num_threads(options.threads_per_rank)
     if home_named(options.home).is_spread:
         # Each attempt to start the ranks needs a new group.
@@ -111,14 +116,14 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
     dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
     asked = EngineOptions(
         home,
-        check_device(options.device),
+        device,
         dtypes[options.dtype] if options.dtype is not None else None,
         slots=options.slots,
         memory_budget=options.memory_budget,
         hardware=options.hardware,
         cache_bytes=options.cache_bytes,
         step_tokens=options.step_tokens,
-        sharers=options.ranks if options.device == "cpu" else 1,
+        sharers=devices.count(device),
     )
     key = bytes.fromhex(setup.key)
     folder = resolve_model(setup.model)

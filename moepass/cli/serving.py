@@ -214,6 +214,7 @@ async def _serve(
             if starting.done():
                 starting.result()
                 freeze_live_objects()
+                typer.echo(f"computes on {', '.join(frontend.devices())}", err=True)
                 typer.echo("ready", err=True)
                 later.append(asyncio.create_task(frontend.lost()))
                 if visit is not None:

@@ -14,7 +14,8 @@ from moepass.option_records import check_names, option, read_options
 
 _ProcessCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 # Several replicas may share a machine, so its cores are not divided among the ranks of one of them.
-_DEFAULTS = {"threads": 1}
+# Ray gives a replica only the GPUs that it reserves.
+_DEFAULTS = {"threads": 1, "device": "cpu"}
 
 
 class ApplicationOptions(msgspec.Struct, frozen=True, kw_only=True):

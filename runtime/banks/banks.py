@@ -25,6 +25,7 @@ from moepass.runtime.banks.computed_parts import computed_part
 from moepass.runtime.banks.stored_bank import packed, stored_bank
 from moepass.runtime.kernels.decoders import decode_bank, naming_damage
 from moepass.runtime.system.forking import OwnerProcess
+from moepass.runtime.system.pinned_memory import pinned_memory
 from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
@@ -89,15 +90,18 @@ def pack_bank(
     tensors: Mapping[str, torch.Tensor],
     *,
     home: str,
-    pin: bool = False,
     device: torch.device = _CPU,
+    pinned_for: torch.device | None = None,
 ) -> Bank:
-    """Pack `tensors`, each [experts, ...], into one buffer in memory of `device`, pinned if `pin`."""
+    """Pack `tensors`, each [experts, ...], into one buffer: in memory of `device`, or pinned for a GPU."""
     spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else device
     with torch.inference_mode(False):  # the shard needs a version counter, which shows writes in place
-        shard = torch.empty(spec.format.home_bytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
+        if pinned_for is not None and home_device.type == "cpu":
+            shard = pinned_memory(spec.format.home_bytes, pinned_for)
+        else:
+            shard = torch.empty(spec.format.home_bytes, dtype=torch.uint8, device=home_device)
         write_parts(spec, 0, list(resting_tensors(tensors).values()), shard)
     return Bank(spec, shard)
 

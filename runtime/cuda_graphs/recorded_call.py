@@ -14,7 +14,9 @@ and each output
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,13 +55,16 @@ class GraphMemory:
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """Return a CUDA graph of what `work` issues, without executing it, and the result. Raises errors of CUDA."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with _no_garbage_collection(), torch.cuda.stream(self._stream):
             # The ring may copy and other threads may compute at the same time: only this thread must not synchronise.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # CUDA reports the failed recording, whose error is raised
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph, result
 
     def staging(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -71,6 +76,18 @@ class GraphMemory:
                 self._staging[key] = torch.empty(extent.nbytes, dtype=torch.uint8, device=value.device)
             flat = self._staging[key].view(value.dtype)
             return flat.as_strided(value.shape, value.stride())
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in a recording: the end of a ring or of pinned memory synchronises, which would fail."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def without_ownership(value: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moepass.models.errors import InputError, OptionError
+from moepass.models.limits import AUTO
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import (
@@ -305,6 +306,19 @@ def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch
         experts = {id(value) for module in model.modules() for value in expert_parameters(module).values()}
         return next((value.device for value in model.parameters() if id(value) not in experts), torch.device("cpu"))
     return check_device(device)
+
+
+def rank_device(device: str, rank: int = 0) -> torch.device:
+    """Return the device that `rank`, of the ranks of this machine, computes on.
+
+    "auto" is a GPU if this machine has one, else the CPU. Without an index, ranks take the GPUs in turn. Raises
+    InputError as `check_device` does.
+    """
+    if device == AUTO:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    checked = check_device(device)
+    takes_turns = checked.type == "cuda" and torch.device(device).index is None
+    return torch.device("cuda", rank % torch.cuda.device_count()) if takes_turns else checked
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -15,6 +15,7 @@ import torch
 
 from moepass.passes.machine.times import SLICE_BYTES as SLICE_BYTES
 from moepass.passes.machine.times import stream_slice_bytes
+from moepass.runtime.system.pinned_memory import pinned_memory
 from moepass.runtime.transfer.recording import Moment, recorded_event
 from moepass.runtime.transfer.sources import MemorySource, Source
 
@@ -54,12 +55,6 @@ def finish_on(device: torch.device) -> None:
     """Block until all work issued to `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def pinned_memory(nbytes: int) -> torch.Tensor:
-    """Return flat uint8 memory of the host from which a stream copies without waiting for the host."""
-    with torch.inference_mode(False):  # inference tensors could not be written outside that mode
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class Lane:
@@ -162,7 +157,7 @@ class StreamLane(Lane):
 
     def _empty_buffer(self) -> BounceBuffer:
         if len(self._bounce) < _BOUNCE_BUFFERS:
-            self._bounce.append(BounceBuffer(pinned_memory(SLICE_BYTES)))
+            self._bounce.append(BounceBuffer(pinned_memory(SLICE_BYTES, self._device)))
         else:
             self._bounce.rotate(-1)
         buffer = self._bounce[-1]

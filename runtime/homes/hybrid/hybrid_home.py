@@ -9,7 +9,6 @@ On a CPU all three are shared memory of the machine. On CUDA host memory is pinn
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,11 +23,9 @@ from moepass.runtime.homes.hybrid.stager import DeviceStagingBuffers, Stager, St
 from moepass.runtime.homes.hybrid.staging_board import MOST_BANKS, StagingBoard, board_bytes, check_machine
 from moepass.runtime.homes.peer_home import PeerHome, PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment, in_pages
+from moepass.runtime.system.pinned_memory import pin_shard
+from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
 from moepass.runtime.transfer.sources import MemorySource, Source, whole
-
-# Flags of cudaHostRegister: for all devices of the process, and for memory that this process may only read.
-_PORTABLE, _READ_ONLY = 1, 8
 
 
 class HybridHome(PeerHome):
@@ -140,7 +137,7 @@ class DeviceHybridPacker(HybridPacker):
         for sources in spread.values():
             for source in sources:
                 assert isinstance(source, MemorySource)
-                pin_shard(self.home, source.memory, is_own=not source.over_link)
+                pin_shard(self.home, source.memory, self._device, is_own=not source.over_link)
         return spread
 
     def _reserve(self) -> None:
@@ -160,27 +157,3 @@ class DeviceHybridPacker(HybridPacker):
         memories = [self._memories[rank].narrow(0, start, self._buffer_bytes(rank)) for start in starts]
         stream = torch.cuda.Stream(self._device) if rank == self.group.rank else None
         return DeviceStagingBuffers(board, memories, stream, self._keeps)
-
-
-def pin_shard(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
-    """Pin `shard`, mapped host memory, so that GPUs can read it; it stays pinned as long as `owner` lives.
-
-    The shards of other ranks (not `is_own`) are pinned read-only. Raises SharedMemoryError if the CUDA runtime refuses.
-    """
-    if not shard.numel():
-        return
-    flags = _PORTABLE if is_own else _PORTABLE | _READ_ONLY
-    result = int(torch.cuda.cudart().cudaHostRegister(shard.data_ptr(), shard.numel(), flags))
-    if result:
-        raise SharedMemoryError(
-            f"{shard.numel()} bytes of host memory cannot be pinned (error {result} of the CUDA runtime); allow more "
-            "locked memory (ulimit -l), or use home='peer' or home='host'",
-            name="cudaHostRegister",
-            value=result,
-        )
-    weakref.finalize(owner, _unpin, shard).atexit = False
-
-
-def _unpin(shard: torch.Tensor) -> None:
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(shard.data_ptr())

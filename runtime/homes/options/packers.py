@@ -43,16 +43,16 @@ class Packer(Protocol):
 
 
 class WholeBankPacker(Packer):
-    """A packer of complete banks at `home_name`, in memory of `device`; of host memory pinned if `pin`."""
+    """A packer of complete banks at `home_name`, in memory of `device`, or in host memory pinned for a GPU."""
 
     home = Home()
 
-    def __init__(self, home_name: str, device: torch.device, pin: bool = False) -> None:
-        self.home_name, self.device, self.pin = home_name, device, pin
+    def __init__(self, home_name: str, device: torch.device, pinned_for: torch.device | None = None) -> None:
+        self.home_name, self.device, self.pinned_for = home_name, device, pinned_for
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
         """Return the complete bank."""
-        return pack_bank(index, name, tensors, home=self.home_name, device=self.device, pin=self.pin)
+        return pack_bank(index, name, tensors, home=self.home_name, device=self.device, pinned_for=self.pinned_for)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,7 @@ class RunningHome:
 
 
 def _host(options: Host, device: torch.device) -> Packer:
-    # A CUDA device reads pinned memory.
-    return WholeBankPacker("host", torch.device("cpu"), pin=device.type == "cuda")
+    return WholeBankPacker("host", torch.device("cpu"), device if device.type == "cuda" else None)
 
 
 def _device(options: Device, device: torch.device) -> Packer:

@@ -46,6 +46,7 @@ from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, 
 from moepass.runtime.serving.engine.summed_experts import use_summed_experts
 from moepass.runtime.serving.engine.trie_states import Narrowing, TrieBackbone, TrieStates, narrowed
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
+from moepass.runtime.system.device_names import device_name
 from moepass.runtime.torch_private import constraint_violation_error, quiet_log
 
 logger = logging.getLogger("moepass")
@@ -175,6 +176,7 @@ def make_engine(
     most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / token_bytes))
     full_step_tokens, source = _full_step(store, options)
     notes = {
+        "device": f"{options.device} ({device_name(options.device)})",
         "steps": step_form_text(refusal),
         "full step": f"{full_step_tokens} tokens, {source}",
         "largest step": f"{most_tokens} tokens",

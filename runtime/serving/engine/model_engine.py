@@ -35,6 +35,7 @@ from moepass.runtime.serving.requests.backend import SequenceTooLongError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
 from moepass.runtime.serving.requests.view import EngineView
+from moepass.runtime.system.device_errors import is_out_of_memory
 from moepass.runtime.torch_private import frames_compiled
 
 logger = logging.getLogger("moepass")
@@ -191,14 +192,12 @@ class ModelEngine:
         try:
             return [self._run_step(requests)]
         except Exception as error:
-            # torch's host allocator raises a plain RuntimeError.
-            is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-                isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-            )
-            if not (is_out_of_memory or isinstance(error, StepTooLargeError)):
+            has_no_memory = is_out_of_memory(error)
+            if not (has_no_memory or isinstance(error, StepTooLargeError)):
                 raise
         # The retry runs outside of the except block, because the error's frames hold the tensors of the failed step.
-        if is_out_of_memory:
+        if has_no_memory:
+            torch.cuda.empty_cache()  # cached blocks of other sizes; does nothing on a CPU
             largest = max(sum(len(piece.tokens) for piece in request.pieces) for request in requests)
             self._most_tokens = min(self._most_tokens, max(largest, self._most_tokens // 2))
             logger.warning("out of memory in a step: steps are limited to %d tokens from now on", self._most_tokens)

@@ -18,7 +18,7 @@ from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config
 from moepass.runtime.homes.options.packers import options_of
-from moepass.runtime.offload.offload import check_device, find_expert_modules, offload_experts
+from moepass.runtime.offload.offload import find_expert_modules, offload_experts, rank_device
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.load_engine import Compile, EngineOptions, load_engine, make_engine
@@ -63,12 +63,12 @@ def load_scorer(
     Raises CheckpointError if the checkpoint cannot be read, InputError if the device does not exist or the model has no
     experts to stream, and OptionError for options that contradict each other.
     """
-    folder, computing_device = resolve_model(model), check_device(device)
+    folder, computing_device = resolve_model(model), rank_device(device)
     if computing_device.type == "meta":
-        text = "device is 'meta', which cannot compute; use cpu, cuda or cuda:INDEX"
+        text = "device is 'meta', which cannot compute; use auto, cpu, cuda or cuda:INDEX"
         raise InputError(text, name="device", value=device)
     if parse_link(link).is_emulated and computing_device.type != "cpu":
-        text = f"link is {link!r}, but the device is {device}; an emulated link requires device cpu"
+        text = f"link is {link!r}, but the device is {computing_device}; an emulated link requires device cpu"
         raise OptionError(text, name="link", value=link)
     spec = home_named(home)
     if spec.is_spread:

@@ -227,6 +227,10 @@ class Frontend:
         classes = (facts.class_names, facts.class_activation)
         return BackendStatus(state, *abilities, *classes, dict(facts.notes), metrics)
 
+    def devices(self) -> list[str]:
+        """Return the devices that the ranks compute on, with their names, each once."""
+        return list(dict.fromkeys(self._facts[rank].notes["device"] for rank in sorted(self._facts)))
+
     async def view(self) -> BackendView:
         """Return the state of the ranks and the histograms, as `Backend.view` specifies."""
         engine_views = await self._status_poller.poll(list(self._facts))

@@ -26,6 +26,7 @@ from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.serving.workers import messages
 from moepass.runtime.serving.workers.rank_watch import ALIVE_SECONDS
+from moepass.runtime.system.device_errors import is_sticky
 
 logger = logging.getLogger("moepass")
 
@@ -34,7 +35,7 @@ MOST_FAILED_STEPS = 3
 
 
 class FailingRankError(MoepassError, RuntimeError):
-    """Several steps of this rank failed in a row; the cause is the last failure."""
+    """Several steps of this rank failed in a row, or its device is lost; the cause is the last failure."""
 
 
 class Mailbox:
@@ -157,7 +158,10 @@ class Mailbox:
 
 
 def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
-    """Answer requests until drained or the frontend exits. Raise FailingRankError if several steps in a row fail."""
+    """Answer requests until drained or the frontend exits.
+
+    Raises FailingRankError if several steps in a row fail, or after an error that ends the use of the device.
+    """
     before = engine.compilations()
     mailbox.send(messages.RankReady(engine.facts))
     failed = 0
@@ -174,6 +178,8 @@ def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
             for request in requests:
                 mailbox.send(messages.RequestFailed(request.id, reason, is_refused=False))
             failed += 1
+            if is_sticky(error):
+                raise FailingRankError("the device cannot compute any more in this process") from error
             if failed >= MOST_FAILED_STEPS:
                 raise FailingRankError(f"{failed} steps failed in a row", value=failed) from error
         else:

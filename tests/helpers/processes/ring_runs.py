@@ -16,7 +16,7 @@ SLOT_BYTES = 1 << 10
 def small_bank(index: int) -> Bank:
     """Return a bank of at most SLOT_BYTES, whose values identify it."""
     tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
-    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
+    return pack_bank(index, f"layers.{index}", tensors, home="host")
 
 
 def holds(tensors: tuple[torch.Tensor, ...], bank: Bank) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -222,6 +223,19 @@ def test_a_recording_that_an_exception_ended_is_repeated() -> None:
     assert all(torch.equal(output, expected) for (output,) in outputs)
     assert executor.graphs is not None
     assert (executor.graphs.statistics.recorded, executor.graphs.statistics.replayed) == (1, 2)
+
+
+def test_the_error_in_a_recording_is_raised_and_no_garbage_is_collected_in_it() -> None:
+    with _emulated(6, _compiled(0)), mock.patch.object(FakeGraph, "capture_end", side_effect=RuntimeError("invalid")):
+        memory = GraphMemory(CPU)
+
+        def fail() -> None:
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            memory.record(fail)
+    assert gc.isenabled()
 
 
 def test_a_run_within_a_run_is_not_recorded() -> None:

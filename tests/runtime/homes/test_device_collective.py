@@ -58,7 +58,7 @@ SCRATCH = 7
 def _whole_bank(index: int) -> Bank:
     """Return a bank of at most SLOT_BYTES with all experts, in which all numbers are different."""
     up = torch.arange(EXPERTS * 20.0).reshape(EXPERTS, 20) + 1000 * index
-    return pack_bank(index, f"layers.{index}", {"up": up, "down": -up[:, :3]}, home="host", pin=False)
+    return pack_bank(index, f"layers.{index}", {"up": up, "down": -up[:, :3]}, home="host")
 
 
 @dataclasses.dataclass

@@ -27,7 +27,7 @@ from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes
 from moepass.runtime.homes.options.packers import make_packer
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.offload import offload
-from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, open_segment
+from moepass.runtime.system.shared_memory import SharedSegment, open_segment
 from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.home_protocol import Home
@@ -37,7 +37,6 @@ from moepass.runtime.transfer.recording import recorded_event
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.sources import Source, whole
 from tests.helpers.graphs.backend_helper import Stack, tokens
-from tests.helpers.graphs.error_fields import refused
 from tests.helpers.processes.fake_cuda import FakeCuda
 from tests.helpers.processes.late_thread import LateThread
 from tests.helpers.processes.rank_memory import Segments
@@ -228,7 +227,7 @@ def _model_stays_exact() -> int:
     def packer(options: Any, device: torch.device) -> _OnCpu:
         return _OnCpu(PeerGroup.of(None, timeout_s=50), StagedPull(Link()), 2, _Shared, device)
 
-    def pin(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
+    def pin(owner: object, shard: torch.Tensor, device: torch.device, *, is_own: bool) -> None:
         pinned.append(is_own)
 
     torch.manual_seed(0)
@@ -259,42 +258,6 @@ def _chooses() -> str:
 
 def test_staging_buffers_lie_on_the_gpu_where_a_gpu_computes() -> None:
     assert run_ranks(1, _chooses) == ["DeviceHybridPacker StagedPull True"]
-
-
-class _Runtime:
-    """A stand-in for the CUDA runtime."""
-
-    def __init__(self, result: int = 0) -> None:
-        self.result = result
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        self.registered[address] = flags
-        return self.result
-
-    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
-        del self.registered[address]
-
-
-class _Owner:
-    pass
-
-
-def test_host_memory_is_pinned_as_long_as_it_is_read() -> None:
-    runtime, owner, shard = _Runtime(), _Owner(), torch.zeros(8, dtype=torch.uint8)
-    with mock.patch.object(torch.cuda, "cudart", return_value=runtime), mock.patch.object(torch.cuda, "synchronize"):
-        hybrid_home.pin_shard(owner, shard, is_own=True)
-        hybrid_home.pin_shard(owner, shard[4:], is_own=False)
-        hybrid_home.pin_shard(owner, shard[:0], is_own=False)
-        assert runtime.registered == {shard.data_ptr(): 1, shard.data_ptr() + 4: 9}
-        del owner
-        assert runtime.registered == {}
-    refusing = _Runtime(2)
-    with (
-        mock.patch.object(torch.cuda, "cudart", return_value=refusing),
-        refused(SharedMemoryError, name="cudaHostRegister", value=2),
-    ):
-        hybrid_home.pin_shard(_Owner(), shard, is_own=True)
 
 
 def _always(*arguments: object) -> bool:

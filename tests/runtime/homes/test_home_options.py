@@ -151,7 +151,7 @@ class AtticPacker:
         return
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
-        return pack_bank(index, name, tensors, home="attic", pin=False)
+        return pack_bank(index, name, tensors, home="attic")
 
     def connect(self, banks: Sequence[Bank]) -> None:
         return

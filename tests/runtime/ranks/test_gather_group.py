@@ -95,7 +95,7 @@ def test_every_byte_arrives_at_its_offset_only(
 ) -> None:
     bounds, tensors, wants = case
     store = HashStore()
-    complete = pack_bank(0, "layers.0", tensors, home="host", pin=False)
+    complete = pack_bank(0, "layers.0", tensors, home="host")
 
     def gather(rank: int) -> None:
         transport, spec, sources = _packed(store, rank, bounds, tensors, Link())

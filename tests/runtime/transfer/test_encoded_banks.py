@@ -180,7 +180,7 @@ def test_a_bank_without_its_parts_is_an_error() -> None:
 def _small_bank(index: int) -> Bank:
     """Return a bank whose numbers identify it; banks have different sizes."""
     tensors = {"up": torch.full((2, 20 + 30 * index), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
-    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
+    return pack_bank(index, f"layers.{index}", tensors, home="host")
 
 
 PLAIN = [_small_bank(index) for index in range(5)]

@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> DiskHome:
 def _small_slices() -> Iterator[None]:
     """Cut banks into several slices, and use ordinary memory as pinned memory, which the emulated device lacks."""
 
-    def memory(nbytes: int) -> torch.Tensor:
+    def memory(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
 
     with (

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def _bank(index: int = 0, count: int = 1000, value: float = 1.0) -> Bank:
     tensors = {"up": torch.full((2, count), value), "down": torch.full((2, 3), -value, dtype=torch.bfloat16)}
-    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
+    return pack_bank(index, f"layers.{index}", tensors, home="host")
 
 
 def _ring(slots: int = 2, link: Link = Link(), debug: bool = False, slot_bytes: int = 1 << 14) -> Ring:  # noqa: B008
@@ -42,7 +42,7 @@ def test_a_packed_bank_returns_its_tensors() -> None:
         "b": torch.randn(3, 2, dtype=torch.float64),
         "c": torch.randn(3, 4, 4).to(torch.bfloat16).transpose(1, 2),
     }
-    bank = pack_bank(4, "layers.4", tensors, home="host", pin=False)
+    bank = pack_bank(4, "layers.4", tensors, home="host")
     assert bank.shard.dtype == torch.uint8
     assert bank.shard.numel() == bank.spec.format.slot_bytes
     for view, spec, (name, tensor) in zip(bank.views(bank.shard), bank.spec.tensors, tensors.items(), strict=True):
@@ -81,7 +81,7 @@ def test_poison_is_nan_in_every_float_type_of_a_bank() -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
     ring = _ring(debug=True)
     for dtype in dtypes:
-        bank = pack_bank(0, "layer", {"up": torch.ones(2, 3, 4).to(dtype)}, home="host", pin=False)
+        bank = pack_bank(0, "layer", {"up": torch.ones(2, 3, 4).to(dtype)}, home="host")
         (up,) = ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
         assert torch.equal(up.float(), torch.ones(2, 3, 4))
         ring.release(0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
 from moepass.models.sizes.families import from_config
+from moepass.runtime.execute.bound_graph import SegmentCall
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_batch import StepBatch
@@ -163,22 +164,38 @@ def test_a_step_that_is_too_large_runs_in_parts(form: str, blocks: int) -> None:
 
 
 class Scarce:
-    """A runner with memory for steps of a limited number of tokens."""
+    """A runner whose only segment has memory for steps of a limited number of tokens."""
 
-    def __init__(self, runner: StatesRunner, most: int) -> None:
+    def __init__(self, runner: StatesRunner, most: int, error: Exception | None = None) -> None:
         self.runner, self.most = runner, most
+        self.error = error or torch.OutOfMemoryError("no memory")
         self.seen: list[int] = []
 
     def states(self, batch: StepBatch) -> torch.Tensor:
         self.seen.append(batch.count)
+        states: torch.Tensor = SegmentCall(self._segment, "segment 1", "layer 0")(batch)
+        return states
+
+    def _segment(self, batch: StepBatch) -> torch.Tensor:
         if batch.count > self.most:
-            raise torch.OutOfMemoryError("no memory")
+            raise self.error
         return self.runner.states(batch)
 
 
-def test_where_memory_ends_the_step_is_split_and_later_ones_are_smaller() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=str,
+)
+def test_where_memory_ends_the_step_is_split_and_later_ones_are_smaller(error: Exception) -> None:
     served = engine("trie", most_tokens=100)
-    scarce = Scarce(served._runner, 40)
+    scarce = Scarce(served._runner, 40, error)
     served._runner = scarce
     asked = [request("a", 20, 8), request("b", 30), request("long", 50), request("c", 10, 2)]
     result = served.step(asked)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from moepass.models.errors import InputError
+from moepass.runtime.execute.bound_graph import SegmentError
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, Usage
 from moepass.runtime.serving.requests.request import Request, TokenPiece
@@ -228,6 +230,18 @@ def test_a_rank_whose_steps_all_fail_ends(frontend: FakeFrontend) -> None:
         assert frontend.receive() == RequestFailed(number, STEP_FAILED, False)
     assert frontend.ended()
     assert isinstance(frontend.raised[0].__cause__, RuntimeError)
+
+
+def test_a_rank_ends_at_once_if_its_device_is_lost(frontend: FakeFrontend) -> None:
+    frontend.receive()
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for cudaError...")
+    frontend.engine.error = SegmentError("in segment 3: AcceleratorError", name="segment 3")
+    frontend.engine.error.__cause__ = lost
+    frontend.send(Run((request("a"),)))
+    assert frontend.receive() == Started(("a",))
+    assert isinstance(frontend.receive(), RequestFailed)
+    assert frontend.ended()
+    assert "cannot compute any more" in str(frontend.raised[0])
 
 
 def test_a_step_that_fails_once_does_not_end_the_rank(frontend: FakeFrontend) -> None:
