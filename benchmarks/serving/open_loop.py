@@ -43,7 +43,7 @@ class Load:
 
     def request(self) -> bytes:
         """Return the HTTP bytes of a random request."""
-        prompts = [[self.random.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+        prompts = [[self.random.randrange(5, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
         return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 
     async def ask(self, data: bytes) -> int:

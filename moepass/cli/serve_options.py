@@ -16,6 +16,7 @@ from moepass.models.errors import InputError, OptionError
 from moepass.models.homes import HOMES, home_named
 from moepass.models.limits import AUTO, MOST_CONNECTIONS, MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 from moepass.option_records import Count, option
+from moepass.runtime.system.cores import available_cores
 
 _Seconds = Annotated[float, Meta(ge=0.001, le=MOST_WAIT_SECONDS)]
 
@@ -184,7 +185,7 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
     @property
     def threads_per_rank(self) -> int:
         """The number of CPU threads that each rank computes with."""
-        return self.threads or max(1, (os.cpu_count() or 1) // self.ranks)
+        return self.threads or max(1, available_cores() // self.ranks)
 
 
 class RankSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

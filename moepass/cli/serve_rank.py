@@ -20,10 +20,6 @@ if TYPE_CHECKING:  # these imports take seconds
     from moepass.cli.serve_options import RankSetup
     from moepass.runtime.serving.engine.model_engine import ModelEngine
 
-# If cores are scarce, the server must run first: it needs little time for a request, and ranks compute continuously.
-# [Empirical] A rank then gets a third of the server's share of a core that both want.
-RANK_NICENESS = 5
-
 
 def main() -> int:
     """Run a rank that the server has started, and return the exit status."""
@@ -41,7 +37,6 @@ def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, is_o
     # end. SIGTERM gets a handler, because child processes would inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    os.nice(RANK_NICENESS)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")

@@ -72,7 +72,10 @@ RankProcess = asyncio.subprocess.Process | WatchedProcess
 
 async def start_process(arguments: Sequence[str], options: bytes) -> RankProcess:
     """Start a rank: a program with its arguments. Write `options` to its standard input."""
-    process = await asyncio.create_subprocess_exec(*arguments, stdin=asyncio.subprocess.PIPE)
+    # Threads that spin while they wait for each other take the core that the last one of them needs, if other programs
+    # use the machine.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    process = await asyncio.create_subprocess_exec(*arguments, stdin=asyncio.subprocess.PIPE, env=environment)
     assert process.stdin is not None
     try:
         with contextlib.suppress(ConnectionError):  # the process has ended; its status reports that
