@@ -6,20 +6,41 @@ No two parts of a call share a query, so the results of a call are merged at onc
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from moepass.runtime.serving.attention.partial_attention import Partial, merge_into
 from moepass.runtime.serving.attention.trie_parts import EarlierPart, TrieParts
 from moepass.runtime.serving.batching.step_batch import Indices
 
+# The sources also run with older versions of torch, on machines with GPUs where nothing can be installed.
+try:
+    _kernels: Any = importlib.import_module("torch.nn.attention.varlen")
+except ImportError:
+    _kernels = None
+varlen_attn: Any = getattr(_kernels, "varlen_attn", None)
+AuxRequest: Any = getattr(_kernels, "AuxRequest", None)
+
 # Limit and granularity of the numbers per head that the kernel supports.
 MOST_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
+_NEEDED = ("enable_gqa", "num_splits", "return_aux", "scale", "window_size")
+
+
+def varlen_obstacle() -> str:
+    """Return why attention cannot use the varlen kernel of this torch; empty if it can."""
+    parameters = () if varlen_attn is None else inspect.signature(varlen_attn).parameters
+    missing = [name for name in _NEEDED if name not in parameters]
+    if not missing:
+        return ""
+    has = "has no torch.nn.attention.varlen" if varlen_attn is None else f"has varlen_attn without {', '.join(missing)}"
+    return f"torch {torch.__version__} {has}; torch 2.13 has it"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -81,8 +102,9 @@ def varlen_calls(
 
 def takes_varlen(query: torch.Tensor, value: torch.Tensor, softcap: float) -> bool:
     """Return whether the kernel supports such attention. It has no soft cap."""
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type == "cuda" and is_half and not softcap and _head_dim(query, value) <= MOST_HEAD_DIM
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or softcap:
+        return False
+    return _head_dim(query, value) <= MOST_HEAD_DIM and not varlen_obstacle()
 
 
 def varlen_over_calls(

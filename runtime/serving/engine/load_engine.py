@@ -35,6 +35,7 @@ from moepass.runtime.offload.loading import load_pretrained, offload_report
 from moepass.runtime.offload.offload import NoExpertsError
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.attention.varlen_attention import varlen_obstacle
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
@@ -183,6 +184,9 @@ def make_engine(
         **({} if cost_note is None else {"costs": cost_note}),
         "last layer": f"computes all tokens, because {obstacle}" if obstacle else "computes only the read tokens",
     }
+    if options.device.type == "cuda" and (without_varlen := varlen_obstacle()):
+        notes["attention"] = f"takes a slower kernel for each part of a trie: {without_varlen}"
+        logger.warning("attention %s", notes["attention"])
     if compile_module is not None and not is_compiled:
         notes["compiled"] = f"no: {LOOPS_OVER_TOKENS}"
     config = model.config.get_text_config()

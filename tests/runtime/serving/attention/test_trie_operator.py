@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -335,3 +336,20 @@ def test_a_step_computes_hardly_more_than_each_pair_once(monkeypatch: pytest.Mon
             torch.ops.moepass.trie_attention(query, key, key, None, number, 0.125, 0.0)
     needed = 2 * (4 * 2 * 64) * int((depth + 1).sum())
     assert needed <= sum(flops) <= 1.05 * needed
+
+
+def test_a_torch_without_the_varlen_kernel_is_named() -> None:
+    value = mock.Mock(dtype=torch.bfloat16, device=torch.device("cuda"), shape=(1, 2, 5, 64))
+    assert varlen_attention.varlen_obstacle() == ""
+    assert varlen_attention.takes_varlen(value, value, 0.0)
+
+    def older(query: object, key: object, value: object, *, return_aux: object, scale: object) -> None:
+        return
+
+    for kernel, words in (
+        (older, "has varlen_attn without enable_gqa, num_splits, window_size"),
+        (None, "has no torch.nn.attention.varlen"),
+    ):
+        with mock.patch.object(varlen_attention, "varlen_attn", kernel):
+            assert varlen_attention.varlen_obstacle() == f"torch {torch.__version__} {words}; torch 2.13 has it"
+            assert not varlen_attention.takes_varlen(value, value, 0.0)
