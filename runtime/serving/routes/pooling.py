@@ -305,7 +305,7 @@ async def _vectors(
     add_special: bool = True,
     prefix: str = "",
 ) -> list[Floats]:
-    trees = []
+    status, trees = call.service.backend.status(), []
     # Pairs are tokens that were cut before.
     cut = text_cut(call, body)
     encoded = await call.prepare(
@@ -313,8 +313,10 @@ async def _vectors(
     )
     for index, tokens in enumerate(encoded):
         tree = RequestTree(call.writer.most_tokens)
-        number = tree.add(tokens, f"{name}[{index}]")
-        tree.vector(number, call.writer.prompt.vector)
+        if status.vector == "class scores":
+            tree.add_classified(tokens, status.padding_token, f"{name}[{index}]")
+        else:
+            tree.vector(tree.add(tokens, f"{name}[{index}]"), call.writer.prompt.vector)
         trees.append(tree)
     return [answer.vector(0) for answer in await call.answer_trees(trees)]
 
