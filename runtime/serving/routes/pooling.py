@@ -276,8 +276,13 @@ async def _embeddings(
 
 
 def _prefix(call: Call, names: Mapping[str, str | None], prompts: Sequence[str | Tokens]) -> str:
-    """Return the prompt of the checkpoint that these fields name, or "". Raise InputError if it does not exist."""
-    known, prefixes = call.writer.prompt.prompts, []
+    """Return the prompt that these fields name, the checkpoint's default, or "". Raise InputError if it does not exist.
+
+    As in sentence-transformers, token ids get no prompt.
+    """
+    known, default, prefixes = call.writer.prompt.prompts, call.writer.prompt.default_prompt_name, []
+    if default is not None and isinstance(prompts[0], str) and all(name is None for name in names.values()):
+        return known[default]
     for field, name in names.items():
         if name is None:
             continue
