@@ -16,6 +16,7 @@ from tests.helpers.serving.plain_scores import label_log_probability, label_prob
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served
 
 INPUT = "The cat sat on the mat, and a dog ran to the park."
+BODY = {"model": "tiny", "input": INPUT}
 PREDICATE = {"type": "predicate", "name": "cat", "instructions": "A cat is mentioned."}
 CHOICE = {
     "type": "choice",
@@ -144,6 +145,45 @@ def test_the_order_of_choices_may_be_averaged_out(chat: Served) -> None:
     assert averaged == pytest.approx(ask(choices[::-1], order_invariant=True), abs=1e-6)
     orders = [ask([{"value": value} for value in order]) for order in ("abc", "bca", "cab")]
     assert averaged == pytest.approx({key: sum(order[key] for order in orders) / 3 for key in "abc"}, abs=1e-5)
+
+
+def test_a_choice_is_asked_in_so_many_orders(chat: Served) -> None:
+    def ask(options: str, **more: Any) -> dict[str, Any]:
+        question = CHOICE | {"choices": [{"value": value} for value in options]}
+        (answer,) = chat.post("/v1/decisions", BODY | {"questions": [question], **more})["answers"]
+        answer["probabilities"] = {entry["value"]: entry["probability"] for entry in answer["probabilities"]}
+        return dict(answer)
+
+    single = {order: ask(order)["probabilities"] for order in ("abcd", "bcda", "cdab", "dabc")}
+    for permutations, orders in {1: ["abcd"], 2: ["abcd", "cdab"], 4: list(single), 16: list(single)}.items():
+        before = len(chat.backend.requests)
+        answer = ask("abcd", permutations=permutations)
+        assert len(chat.backend.requests) == before + 1
+        values = {option: [single[order][option] for order in orders] for option in "abcd"}
+        means = {option: sum(column) / len(orders) for option, column in values.items()}
+        assert answer["probabilities"] == pytest.approx(means, abs=1e-5)
+        spread = max(max(column) - min(column) for column in values.values())
+        assert (answer["orders"], answer["spread"]) == (len(orders), pytest.approx(spread, abs=1e-5))
+    assert ask("abcd").keys().isdisjoint({"orders", "spread"})
+    invariant = [ask(order, permutations=2, order_invariant=True)["probabilities"] for order in ("abcd", "dbca")]
+    assert invariant == [pytest.approx(ask("abcd", permutations=2)["probabilities"], abs=1e-5)] * 2
+    for refused in (0, 17, 1.5, "2"):
+        body = BODY | {"questions": [CHOICE], "permutations": refused}
+        assert chat.refused("/v1/decisions", body)["param"] == "permutations"
+
+
+def test_every_body_with_questions_takes_orders(chat: Served) -> None:
+    questions = {
+        "yes": {"type": "noul", "instructions": "Spam?"},
+        "one": {"type": "choice", "instructions": "Tone?", "criteria": {"calm": None, "mad": None, "sad": None}},
+        "level": {"type": "score", "instructions": "How urgent?", "criteria": ["Later", "Soon", "Now"]},
+    }
+    answers = chat.post("/v1/systemone", {"state": "Buy", "questions": questions, "permutations": 8})["answers"]
+    assert {name: answer["orders"] for name, answer in answers.items()} == {"yes": 1, "one": 3, "level": 2}
+    assert answers["yes"]["spread"] == 0 < answers["one"]["spread"] < 1
+    labelled = [{"id": "c", "type": "choice", "question": "?", "options": [{"name": "a"}, {"name": "b"}]}]
+    answers = chat.post("/v1/decisions", {"input": "a", "questions": labelled, "permutations": 2})["answers"]
+    assert answers["c"]["orders"] == 2
 
 
 def test_sglangs_body_gets_sglangs_reply(chat: Served) -> None:
