@@ -13,8 +13,8 @@ from torch import nn
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch
 from moepass.runtime.serving.engine.plain_outputs import Forward
 
-# Longest row that a compiled graph must support. Longer rows may need 64-bit indices, and so another graph, for which no
-# request should wait.
+# Longest row that a compiled graph must support. Longer rows may need 64-bit indices, and so another graph, for which a
+# request would have to wait.
 MOST_COMPILED_WIDTH = 1 << 17
 
 

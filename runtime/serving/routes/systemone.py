@@ -22,7 +22,7 @@ from moepass.runtime.serving.routes.decision_routes import (
     orders_of,
     with_orders,
 )
-from moepass.runtime.serving.routes.message_text import check_not_blank, json_text
+from moepass.runtime.serving.routes.message_text import check_no_images, check_not_blank, json_text
 from moepass.runtime.serving.routes.prompt_inputs import check_count
 from moepass.runtime.serving.routes.service import Call, Route
 
@@ -112,6 +112,7 @@ async def systemone(call: Call) -> SystemoneReply:
 
 
 def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
+    check_no_images(body.state, "state")
     text = check_not_blank(json_text(body.state, compact=False), "state")
     names = [f"questions[{name!r}]" for name in body.questions]
     questions = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
