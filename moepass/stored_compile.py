@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from transformers.utils import import_utils
 
 from moepass.compilations import note_compilation, pass_context
 from moepass.models.version import __version__
@@ -27,7 +28,7 @@ from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_st
 from moepass.runtime.captures.capture_watch import watch_capture
 from moepass.runtime.captures.process_code import OUR_PACKAGES, foreign_code
 from moepass.runtime.captures.stored_capture import StoredCapture, record_capture
-from moepass.runtime.torch_private import is_autocasting
+from moepass.runtime.torch_private import is_autocasting, trace_without_warning
 
 logger = logging.getLogger("moepass")
 
@@ -55,6 +56,8 @@ class StoredModule:
         # dump needs a compilation, and debug and cudagraphs change the run, so these are not stored.
         is_special = self._options.dump is not None or self._options.debug or self._options.cudagraphs
         self._store = None if is_special else store or find_store()
+        # Models of transformers ask for the versions of packages, which do not change while a process runs.
+        trace_without_warning(function for function in vars(import_utils).values() if hasattr(function, "cache_info"))
         self._compiled: Any = torch.compile(module, backend=_asyncep, options=dict(options))
         self._captures: list[StoredCapture] | None = None
         # The mode of the first call.

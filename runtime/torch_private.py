@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -40,6 +40,17 @@ def errors_past_dynamo() -> Iterator[None]:
         if TracingContext.try_get() is None:  # Dynamo has not called this block
             raise
         raise BackendRefusal("asyncep", error, None) from error
+
+
+def trace_without_warning(functions: Iterable[Callable[..., Any]]) -> None:
+    """Let Dynamo trace functions that functools.lru_cache wraps without its warning that their caches are ignored.
+
+    Only for functions whose results do not change while the process runs.
+    """
+    from torch._dynamo.utils import allow_lru_cache_wrapper_trace_without_warning
+
+    for function in functions:
+        allow_lru_cache_wrapper_trace_without_warning(function)  # type: ignore[arg-type]
 
 
 def process_groups_by_name() -> dict[str, ProcessGroup]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +54,7 @@ class _SentenceTransformersConfig(msgspec.Struct, frozen=True):
     """The part of a config_sentence_transformers.json that the server uses."""
 
     prompts: dict[str, str] | None = None
+    default_prompt_name: str | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +67,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             most one `{instruction}`
         pair_instruction: the instruction of requests without one
         prompts: texts that are put before a text to embed, by names that requests choose
+        default_prompt_name: name of the prompt for requests that choose none
         vector: how a text is embedded: by its last token, or by the mean of its tokens
         probe: question that is asked when a server starts, so that a wrong prompt shows before it yields bad scores
     """
@@ -78,6 +80,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pair_labels: tuple[str, str] = ("yes", "no")
     pair_instruction: str = ""
     prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
     vector: Literal["last", "mean"] = "last"
     probe: KnownAnswer | None = None
 
@@ -224,14 +227,23 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def load_prompt(folder: Path) -> Prompt:
     """Return the checkpoint's prompt, or the default one, which is only the text. Raises CheckpointError.
 
-    Without `prompts` of its own, it has those of sentence-transformers' config.
+    Without `prompts` of its own, it has those of sentence-transformers' config, and its default.
     """
     file, further_file = folder / PROMPT_FILE, folder / SENTENCE_TRANSFORMERS_FILE
     prompt = read_prompt(file) if file.is_file() else Prompt()
     if prompt.prompts or not further_file.is_file():
         return prompt
     further: _SentenceTransformersConfig = read_json(further_file, _SentenceTransformersConfig)
-    return msgspec.structs.replace(prompt, prompts=further.prompts or {})
+    prompts, default = further.prompts or {}, further.default_prompt_name
+    _check_default_prompt(further_file, prompts, default)
+    return msgspec.structs.replace(prompt, prompts=prompts, default_prompt_name=default)
+
+
+def _check_default_prompt(file: Path, prompts: Mapping[str, str], name: str | None) -> None:
+    if name is not None and name not in prompts:
+        expected = f"one of its prompts: {', '.join(prompts)}" if prompts else "null, because there are no prompts"
+        text = f"{file}: default_prompt_name is {name!r}; it must be {expected}"
+        raise CheckpointError(text, path=file, name="default_prompt_name", value=name, expected=tuple(prompts))
 
 
 def read_prompt(file: Path) -> Prompt:
@@ -253,6 +265,7 @@ def read_prompt(file: Path) -> Prompt:
     marks = "{query} and {document} once each, and {instruction} at most once"
     check(is_pair, "pair_template", f"hold {marks}", marks)
     check(most is None or most >= 1, "max_text_tokens", "be 1 or more", "1 or more")
+    _check_default_prompt(file, prompt.prompts, prompt.default_prompt_name)
     if probe and not (probe.expected in probe.answers and 1 < len(probe.answers) == len({*probe.answers})):
         text = (
             f"{file}: the probe's answers are {list(probe.answers)}, {probe.expected!r} is expected; there must be two "

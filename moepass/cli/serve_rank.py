@@ -128,7 +128,7 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
     if prompt.probe is not None:
         facts = engine.facts
         writer = PromptWriter(load_tokenizer(folder), prompt, facts.max_sequence_tokens)
-        check_known_answer(writer, engine.answer_now, facts.class_names)
+        check_known_answer(writer, engine.answer_now, facts.class_names, facts.padding_token)
         engine.be_ready(facts.flops_per_second)
     return engine
 

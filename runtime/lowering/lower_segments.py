@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import (
     copy_graph_module,
     fake_value,
@@ -54,6 +55,7 @@ from moepass.runtime.torch_private import compilers_side_by_side
 Lowered = Callable[..., Any]
 # Inductor unrolls sums of fewer terms. No supported model routes a token to more than 16 experts.
 _UNROLLED_BELOW = 17
+_SORTS_TAG = "sorts any number"
 _VIEWS_OF_TRACED_STRIDES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -262,15 +264,30 @@ def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
         # This adds the outputs of a token's experts element by element: a reduction would read memory at a third of the
         # speed. [Empirical] 8 experts, hidden 2048, 32,768 tokens on an H100 with torch 2.11: 1.26 ms for 1.2 GB.
         correct["unroll_reductions_threshold"] = _UNROLLED_BELOW
-    # Inductor compiles conditions on data-dependent sizes into its code, but its cache key does not include them.
-    tag = "; ".join([torch.compiler.config.cache_key_tag, *unbacked_conditions(module.graph)])
+    # Inductor's cache key includes neither conditions on data-dependent sizes, which it compiles into its code, nor the
+    # choice for sorts.
+    tag = "; ".join([torch.compiler.config.cache_key_tag, _SORTS_TAG, *unbacked_conditions(module.graph)])
     with_tag = torch.compiler.config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]
     with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), inductor_config.patch(correct), with_tag:
         joint_graph_passes(module)
+        _sort_any_number(module)
         run: Lowered = compile_fx_inner(
             module, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
         )
     return run
+
+
+def _sort_any_number(module: GraphModule) -> None:
+    """Let Inductor call ATen's sort for a dynamic number of values.
+
+    Inductor would do so in any case, because it sorts at most 512 values itself. But first it would compare the number
+    with the limit of 16-bit indices, and so add a guard to the graph, which would be compiled again for more values.
+    """
+    for node in module.graph.nodes:
+        if is_call(node, torch.ops.aten.sort.default, torch.ops.aten.sort.stable):
+            arguments = all_arguments(node)
+            if isinstance(fake_value(arguments["self"]).shape[arguments["dim"]], torch.SymInt):
+                node.meta["should_fallback"] = True
 
 
 def _own_symbol(value: Any) -> Any:

@@ -255,6 +255,11 @@ def test_prompts_of_sentence_transformers_are_the_default(tmp_path: Path) -> Non
     (tmp_path / "prompt.json").write_text('{"prompts": {"own": ""}}')
     assert load_prompt(tmp_path) == Prompt(prompts={"own": ""})
     (tmp_path / "prompt.json").unlink()
+    file.write_text('{"prompts": {"query": "q: "}, "default_prompt_name": "query"}')
+    assert load_prompt(tmp_path) == Prompt(prompts={"query": "q: "}, default_prompt_name="query")
+    file.write_text('{"default_prompt_name": "query"}')
+    with pytest.raises(CheckpointError, match=r"'query'; it must be null, because there are no prompts"):
+        load_prompt(tmp_path)
     file.write_text("{}")
     assert load_prompt(tmp_path) == Prompt()
     file.write_text('{"prompts": ["query"]}')
@@ -270,6 +275,7 @@ def test_prompts_of_sentence_transformers_are_the_default(tmp_path: Path) -> Non
         ('{"template": "{text}{text}"}', "it must hold {text} exactly once"),
         ('{"labels": [1]}', r"Expected `str`, got `int` - at `\$.labels"),
         ('{"lables": []}', "unknown field `lables`"),
+        ('{"prompts": {"a": "b"}, "default_prompt_name": "c"}', "'c'; it must be one of its prompts: a"),
         ('{"max_text_tokens": 0}', "max_text_tokens is 0; it must be 1 or more"),
         ('{"probe": {"input": "x", "answers": ["a"], "expected": "a"}}', "two or more different answers"),
         ('{"probe": {"input": "x", "answers": ["a", "a"], "expected": "a"}}', "two or more different answers"),

@@ -205,6 +205,7 @@ def make_engine(
         notes=notes,
         full_step_tokens=full_step_tokens,
         class_activation=class_activation(model.config),
+        padding_token=head.padding_token,
     )
 
     def exposed_seconds() -> float:

@@ -26,14 +26,17 @@ class ModelHead:
 
     `kind` is "tokens" for next-token logits, "classes" for class scores or a reward, "states" if the states are the
     output. `width` is the number of outputs per state: the size of the vocabulary, the classes, or the width of the
-    states. Raises InputError if the head needs more from its backbone than states.
+    states. A head of classes reads the last token of a sequence that is not `padding_token`; None if it reads the last
+    one. Raises InputError if the head needs more from its backbone than states.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.kind: HeadKind = _kind(model)
         self.model, self._name = model, _backbone_name(model) if self.kind != "states" else ""
         self.backbone: nn.Module = model.get_submodule(self._name)
-        states = torch.zeros(2, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
+        config = model.config.get_text_config()
+        self.padding_token: int | None = config.pad_token_id if self.kind == "classes" else None
+        states = torch.zeros(2, config.hidden_size, dtype=model.dtype, device=model.device)
         self.width: int = self(states).shape[-1]
 
     @torch.no_grad()
@@ -41,7 +44,7 @@ class ModelHead:
         """Return the outputs [rows, width] for the states [rows, hidden], in the dtype of the model."""
         if self.kind == "states":
             return states
-        if self.kind == "classes" and self.model.config.get_text_config().pad_token_id is None:
+        if self.kind == "classes" and self.padding_token is None:
             # Without a padding token, transformers refuses several sequences, because it cannot find their ends.
             return torch.cat([self._logits(row) for row in states.split(1)]) if len(states) else self._logits(states)
         return self._logits(states)

@@ -13,7 +13,8 @@ from torch import nn
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch
 from moepass.runtime.serving.engine.plain_outputs import Forward
 
-# Longest row that a compiled graph must support. Longer rows may need 64-bit indices, and so another graph.
+# Longest row that a compiled graph must support. Longer rows may need 64-bit indices, and so another graph, for which a
+# request would have to wait.
 MOST_COMPILED_WIDTH = 1 << 17
 
 
@@ -31,10 +32,15 @@ class RowsBackbone(nn.Module):
 
 
 class PaddedRows:
-    """Runs steps as groups of rows with at most `most_tokens` tokens, padding included, or a single longer row."""
+    """Runs steps as groups of rows with at most `most_tokens` tokens, padding included, or a single longer row.
+
+    `forward` is a `RowsBackbone`, and may be replaced by the same one compiled. Rows of more than MOST_COMPILED_WIDTH
+    tokens run uncompiled.
+    """
 
     def __init__(self, forward: Forward, device: torch.device, most_tokens: int) -> None:
-        self.forward, self.device, self.most_tokens = forward, device, most_tokens
+        self._uncompiled = self.forward = forward
+        self.device, self.most_tokens = device, most_tokens
 
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
@@ -79,9 +85,10 @@ class PaddedRows:
         flat_indices = local[owners] * width + depths
         padded_indices = np.resize(flat_indices, max(2, len(flat_indices)))
         inputs = [torch.from_numpy(array).to(self.device) for array in (tokens, mask, padded_indices)]
+        if width > MOST_COMPILED_WIDTH:
+            return self._uncompiled(*inputs)[: len(flat_indices)]
         # The explicit range refuses a model whose loops over chunks of tokens need a graph for each number of chunks.
-        limits = {"min": 2, "max": MOST_COMPILED_WIDTH} if width <= MOST_COMPILED_WIDTH else {}
         for tensor in inputs[:2]:
-            torch._dynamo.mark_dynamic(tensor, 1, **limits)
+            torch._dynamo.mark_dynamic(tensor, 1, min=2, max=MOST_COMPILED_WIDTH)
         torch._dynamo.mark_dynamic(inputs[2], 0)
         return self.forward(*inputs)[: len(flat_indices)]

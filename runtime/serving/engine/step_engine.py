@@ -26,8 +26,8 @@ class EngineFacts:
     `saturation_flops`, or of `full_step_tokens` that are each the first of their sequence, hides all transfers of
     experts. A step of `most_tokens` fits into memory, and the model limits a sequence to `max_sequence_tokens`.
     `vector` is the kind of the vectors that `TokenPiece.vector` returns, None if the model has none; routes apply
-    `class_activation` to class scores. `notes` describe
-    how the model runs, by name, for people.
+    `class_activation` to class scores, which skip `padding_token` at the end of a sequence. `notes` describe how the
+    model runs, by name, for people.
     """
 
     form: StepForm
@@ -42,6 +42,7 @@ class EngineFacts:
     notes: Mapping[str, str]
     full_step_tokens: int
     class_activation: ClassActivation = "softmax"
+    padding_token: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -178,7 +178,8 @@ class _RequestGuard:
                 headers = MutableHeaders(scope=message)
                 total = (time.monotonic() - started) * 1000
                 call: Call | None = state.get("call")
-                headers["x-request-id"] = state["id"]
+                # The client of the System One API reads its own header.
+                headers["x-request-id"] = headers["x-typesafe-request-id"] = state["id"]
                 headers["openai-processing-ms"] = str(round(total))
                 headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _timing_metrics(call)}"
             await send(message)

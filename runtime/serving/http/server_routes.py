@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import re
+import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Any, Literal
@@ -34,10 +35,19 @@ class ModelCard(msgspec.Struct):
     object: Literal["model"] = "model"
 
 
+class SystemModel(msgspec.Struct):
+    """A served model name in the format of the System One API, with the day on which the server started."""
+
+    name: str
+    release_date: str
+    description: str
+
+
 class ModelList(msgspec.Struct):
-    """The reply of /v1/models."""
+    """The reply of /v1/models, in OpenAI's format, and in that of the System One API."""
 
     data: list[ModelCard]
+    models: list[SystemModel]
     object: Literal["list"] = "list"
 
 
@@ -76,7 +86,12 @@ class VersionReply(msgspec.Struct):
 async def models(call: Call) -> ModelList:
     """List the names under which the model is served."""
     status, names = call.service.backend.status(), call.service.settings.model_names
-    return ModelList([ModelCard(name, call.service.created, status.max_sequence_tokens, names[0]) for name in names])
+    created = call.service.created
+    day = time.strftime("%Y-%m-%d", time.gmtime(created))
+    return ModelList(
+        [ModelCard(name, created, status.max_sequence_tokens, names[0]) for name in names],
+        [SystemModel(name, day, f"{names[0]}, served by moepass") for name in names],
+    )
 
 
 async def model_card(call: Call) -> ModelCard:

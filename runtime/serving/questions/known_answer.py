@@ -22,17 +22,26 @@ from moepass.runtime.serving.requests.request import Request
 _SALT = b"probe"
 
 
-def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], class_names: Sequence[str] = ()) -> None:
+def check_known_answer(
+    writer: PromptWriter,
+    ask: Callable[[Request], Answer],
+    class_names: Sequence[str] = (),
+    padding: int | None = None,
+) -> None:
     """Ask the probe of `writer.prompt`, if there is one, and check its answer.
 
-    `class_names` are the classes of a model with class scores; empty for a model that predicts tokens. Raises
-    CheckpointError if the expected answer is not the most probable one, or if the probe cannot be asked.
+    `class_names` are the classes of a model with class scores, which skip the token `padding` at the end; empty for a
+    model that predicts tokens. Raises CheckpointError if the expected answer is not the most probable one, or if the
+    probe cannot be asked.
     """
     probe = writer.prompt.probe
     if probe is None:
         return
     try:
-        scores = _class_scores(writer, probe, ask, class_names) if class_names else _probabilities(writer, probe, ask)
+        if class_names:
+            scores = _class_scores(writer, probe, ask, class_names, padding)
+        else:
+            scores = _probabilities(writer, probe, ask)
     except InputError as error:
         raise CheckpointError(f"the probe in {PROMPT_FILE} cannot be asked: {error}", name="probe") from error
     best = max(scores, key=scores.__getitem__)
@@ -56,15 +65,18 @@ def _probabilities(writer: PromptWriter, probe: KnownAnswer, ask: Callable[[Requ
 
 
 def _class_scores(
-    writer: PromptWriter, probe: KnownAnswer, ask: Callable[[Request], Answer], class_names: Sequence[str]
+    writer: PromptWriter,
+    probe: KnownAnswer,
+    ask: Callable[[Request], Answer],
+    class_names: Sequence[str],
+    padding: int | None,
 ) -> dict[str, float]:
     unknown = [answer for answer in probe.answers if answer not in class_names]
     if unknown:
         problem = f"the answer {unknown[0]!r} is not one of the model's classes: {', '.join(class_names)}"
         raise InputError(problem, name="answers", value=unknown[0], expected=tuple(class_names))
     tree = RequestTree(writer.most_tokens)
-    sequence = tree.add(writer.encode_plain([probe.input], name="the probe")[0], "the probe")
-    tree.vector(sequence, "last")
+    sequence = tree.add_classified(writer.encode_plain([probe.input], name="the probe")[0], padding, "the probe")
     scores = np.asarray(TreeAnswer(tree, ask(tree.request("probe", _SALT))).vector(sequence)).tolist()
     by_class = dict(zip(class_names, scores, strict=True))
     return {answer: by_class[answer] for answer in probe.answers}

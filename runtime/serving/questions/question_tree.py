@@ -2,9 +2,9 @@
 
 Pseudo-code
     each question is a prompt: the input, then the question; so all prompts share the input
-    if the order of the options must not matter, ask the question in several orders
+    ask the question in several orders of its options, if that is wanted
     encode all prompts together, and ask for the labels of their options
-    the probability of an option is the mean over the orders
+    the probability of an option is the mean over the orders; the spread is the largest difference between two of them
 If a checkpoint's `prompt.json` lists labels, and there is no chat template, the model can answer only with these
 labels. The prompt is then the input alone, and every question must be a choice among the labels.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_CHOICES, MOST_ORDERS
+from moepass.models.limits import MOST_CHOICES
 from moepass.runtime.serving.questions.labels import (
     ImpossibleLabelsError,
     LabelReads,
@@ -37,11 +37,15 @@ class QuestionAnswer:
 
     Attributes:
         mass: The total probability of all labels of the question.
+        orders: The number of orders of the options in which the question was asked.
+        spread: The largest difference of an option's probability between two orders.
         refusal: The reason if the model cannot answer the question; then `probabilities` is empty.
     """
 
     probabilities: tuple[float, ...] = ()
     mass: float = 0.0
+    orders: int = 1
+    spread: float = 0.0
     refusal: str | None = None
 
     @property
@@ -57,9 +61,9 @@ _Asked = tuple[tuple[int, ...], LabelReads]
 class QuestionTree:
     """Questions about one input, as one request.
 
-    With `order_invariant`, the answer is the mean over several orders of the options. Errors call the input
-    `text_name`, and the questions `names`. Raises InputError if a prompt is too long, or the labels of a question
-    cannot be distinguished.
+    Each question is asked in up to `orders` orders of its options, and the answer is the mean. With `order_invariant`,
+    the orders do not depend on the order in which the options come. Errors call the input `text_name`, and the
+    questions `names`. Raises InputError if a prompt is too long, or the labels of a question cannot be distinguished.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class QuestionTree:
         questions: Sequence[Question],
         wording: Wording,
         *,
+        orders: int = 1,
         order_invariant: bool = False,
         text_name: str = "input",
         names: Sequence[str] = (),
@@ -82,7 +87,7 @@ class QuestionTree:
             return
         planned = []
         for number, question in enumerate(questions):
-            for order in _orders(question) if order_invariant else [tuple(range(len(question.options)))]:
+            for order in _orders(question, orders, order_invariant=order_invariant):
                 ordered = dataclasses.replace(question, options=tuple(question.options[index] for index in order))
                 planned.append((number, order, ordered, writer.ask(wording.ask(text, ordered), names[number])))
         encoded = writer.encode([rendered for *_, rendered in planned])
@@ -126,25 +131,30 @@ class QuestionTree:
             )
 
 
-def _orders(question: Question) -> list[tuple[int, ...]]:
-    """Return orders that depend only on the set of the options: rotations of the sorted options.
+def _orders(question: Question, most: int, *, order_invariant: bool) -> list[tuple[int, ...]]:
+    """Return up to `most` orders of the options: evenly spaced rotations, each of which starts with another option.
 
-    Levels of a score have an inherent order, so they are asked forwards and backwards.
+    The first order is the question's own, or that of the sorted options with `order_invariant`. Levels of a score have
+    an inherent order, so they are asked forwards and backwards. A predicate has one order.
     """
     count = len(question.options)
+    indices = list(range(count))
     if question.kind == "predicate":
-        return [(0, 1)]
+        return [tuple(indices)]
     if question.kind == "score":
-        return [tuple(range(count)), tuple(reversed(range(count)))]
-    sorted_options = sorted(range(count), key=lambda index: dataclasses.astuple(question.options[index]))
-    starts = [count * number // min(count, MOST_ORDERS) for number in range(min(count, MOST_ORDERS))]
-    return [tuple(sorted_options[start:] + sorted_options[:start]) for start in starts]
+        return [tuple(indices), tuple(reversed(indices))][:most]
+    if order_invariant:
+        indices.sort(key=lambda index: dataclasses.astuple(question.options[index]))
+    rotations = min(count, most)
+    starts = [count * number // rotations for number in range(rotations)]
+    return [tuple(indices[start:] + indices[:start]) for start in starts]
 
 
 def _mean_over_orders(asked: Sequence[_Asked] | str, answer: TreeAnswer | None) -> QuestionAnswer:
     if isinstance(asked, str) or answer is None:
         return QuestionAnswer(refusal=str(asked))
-    sums, mass = [0.0] * len(asked[0][0]), 0.0
+    mass = 0.0
+    by_option: list[list[float]] = [[] for _ in asked[0][0]]
     for order, reads in asked:
         try:
             scores = reads.scores(answer)
@@ -152,8 +162,10 @@ def _mean_over_orders(asked: Sequence[_Asked] | str, answer: TreeAnswer | None) 
             return QuestionAnswer(refusal=str(error))
         mass += scores.mass
         for option, probability in zip(order, scores.probabilities, strict=True):
-            sums[option] += probability
-    return QuestionAnswer(tuple(value / len(asked) for value in sums), mass / len(asked))
+            by_option[option].append(probability)
+    means = tuple(sum(values) / len(asked) for values in by_option)
+    spread = max(max(values) - min(values) for values in by_option)
+    return QuestionAnswer(means, mass / len(asked), len(asked), spread)
 
 
 def checked_question(kind: QuestionKind, text: str, options: Sequence[Option], name: str, option_noun: str) -> Question:

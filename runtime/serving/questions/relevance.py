@@ -24,6 +24,7 @@ _RELEVANT = Question("predicate", "Is the document relevant to the query?", (Opt
 class PairTree:
     """Pairs of query and document, as one request, for the class scores of the model's head or for predicted tokens.
 
+    Class scores skip the token `padding` at the end of a pair.
     Errors contain `names` as the names of the queries and the documents. `instruction` replaces the default of the
     checkpoint's `pair_template`, and `cut` truncates. Raises InputError if a pair is too long, or the model cannot
     compare texts.
@@ -35,6 +36,7 @@ class PairTree:
         pairs: Sequence[tuple[str, str]],
         *,
         by_class_scores: bool,
+        padding: int | None = None,
         names: tuple[str, str] = ("query", "documents"),
         instruction: str | None = None,
         cut: TextCut | None = None,
@@ -44,9 +46,10 @@ class PairTree:
         pair_names = [f"{names[1]}[{number}] with its query" for number in range(len(pairs))]
         if by_class_scores:
             encoded = writer.encode_pairs(pairs, names, instruction=instruction, cut=cut)
-            self._sequences = [self.tree.add(tokens, name) for tokens, name in zip(encoded, pair_names, strict=True)]
-            for sequence in self._sequences:
-                self.tree.vector(sequence, "last")
+            self._sequences = [
+                self.tree.add_classified(tokens, padding, name)
+                for tokens, name in zip(encoded, pair_names, strict=True)
+            ]
             return
         prompt = writer.prompt
         has_template = prompt.pair_template is not None

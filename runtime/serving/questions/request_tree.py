@@ -72,6 +72,20 @@ class RequestTree:
         self._sequences.append(sequence)
         return len(self._sequences) - 1
 
+    def add_classified(self, tokens: Tokens | Sequence[int], padding: int | None, name: str = "the prompt") -> int:
+        """Add a sequence whose class scores are requested, and return its number. Raise InputError as `add` does.
+
+        transformers reads them at the last token that is not `padding`, or at the first token if all are. The tokens
+        behind it change nothing, so they are not added.
+        """
+        sequence = np.asarray(tokens, np.int32)
+        if padding is not None:
+            text_tokens = np.flatnonzero(sequence != padding)
+            sequence = sequence[: int(text_tokens[-1]) + 1 if len(text_tokens) else 1]
+        number = self.add(sequence, name)
+        self.vector(number, "last")
+        return number
+
     def read(self, sequence: int, index: int, tokens: Sequence[int] = (), top: int = 0) -> None:
         """Request predictions for the position after token `index` of a sequence.
 

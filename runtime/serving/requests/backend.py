@@ -85,6 +85,7 @@ class BackendStatus:
         predicts_tokens: the head returns next-token probabilities, which `TokenRead` and `is_scored` need.
         vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
         class_activation: function of class scores whose values routes return.
+        padding_token: token that class scores skip at the end of a sequence, None if there is none.
         details: descriptions for people, such as how the model runs.
         metrics: sums since the start, by name.
     """
@@ -96,6 +97,7 @@ class BackendStatus:
     vector: VectorKind | None = None
     class_names: tuple[str, ...] = ()
     class_activation: ClassActivation = "softmax"
+    padding_token: int | None = None
     details: Mapping[str, object] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

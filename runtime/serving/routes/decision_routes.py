@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_QUESTIONS
+from moepass.models.limits import MOST_ORDERS, MOST_QUESTIONS
 from moepass.runtime.serving.questions.question_tree import (
     QuestionAnswer,
     QuestionTree,
@@ -33,7 +33,9 @@ from moepass.runtime.serving.routes.message_text import (
 from moepass.runtime.serving.routes.service import Call, ModelBody, Priority, Route, Salt, TokenUsage
 
 _Body = TypeVar("_Body")
+_Reply = TypeVar("_Reply")
 JsonText = str | dict[str, Any] | list[Any]
+Permutations = Annotated[int, Meta(ge=1, le=MOST_ORDERS)] | None
 
 
 class DecisionPredicate(msgspec.Struct, tag_field="type", tag="predicate"):
@@ -74,7 +76,11 @@ class DecisionScore(msgspec.Struct, tag_field="type", tag="score"):
 
 
 class DecisionsBody(msgspec.Struct):
-    """OpenAI's body of /v1/decisions. `order_invariant`, an extension, averages over several orders of the options."""
+    """OpenAI's body of /v1/decisions.
+
+    Two extensions average over several orders of the options: `permutations` is the number of orders. With
+    `order_invariant`, the answer does not depend on the order in the body.
+    """
 
     model: str
     input: str | list[InputItem]
@@ -82,11 +88,22 @@ class DecisionsBody(msgspec.Struct):
         list[DecisionPredicate | DecisionChoice | DecisionScore], Meta(min_length=1, max_length=MOST_QUESTIONS)
     ]
     prompt_cache_key: Salt = None
+    permutations: Permutations = None
     order_invariant: bool = False
     priority: Priority = 0
 
 
-class PredicateReply(msgspec.Struct, tag_field="type", tag="predicate"):
+class OrdersReply(msgspec.Struct, kw_only=True):
+    """In how many orders of its options a question was asked, if the body asks for several.
+
+    `spread` is the largest difference of an option's probability between two orders.
+    """
+
+    orders: int | msgspec.UnsetType = msgspec.UNSET
+    spread: float | msgspec.UnsetType = msgspec.UNSET
+
+
+class PredicateReply(OrdersReply, tag_field="type", tag="predicate"):
     """The answer to a predicate."""
 
     name: str | None
@@ -101,7 +118,7 @@ class ValueProbability(msgspec.Struct):
     probability: float
 
 
-class ChoiceReply(msgspec.Struct, tag_field="type", tag="choice"):
+class ChoiceReply(OrdersReply, tag_field="type", tag="choice"):
     """The answer to a choice."""
 
     name: str | None
@@ -119,7 +136,7 @@ class LevelProbability(msgspec.Struct):
     probability: float
 
 
-class ScoreReply(msgspec.Struct, tag_field="type", tag="score"):
+class ScoreReply(OrdersReply, tag_field="type", tag="score"):
     """The answer to a score; `score` is the mean level."""
 
     name: str | None
@@ -199,17 +216,23 @@ class LabelledYesNo(msgspec.Struct, tag_field="type", tag="yes_no"):
     no: JsonText | None = None
 
 
-class LabelledBody(ModelBody):
+class OrdersBody(ModelBody, kw_only=True):
+    """The two extensions of OpenAI's body, for other bodies with questions."""
+
+    permutations: Permutations = None
+    order_invariant: bool = False
+
+
+class LabelledBody(OrdersBody):
     """SGLang's body of /v1/decisions."""
 
     input: JsonText
     questions: Annotated[
         list[LabelledChoice | LabelledScore | LabelledYesNo], Meta(min_length=1, max_length=MOST_QUESTIONS)
     ]
-    order_invariant: bool = False
 
 
-class LabelledAnswer(msgspec.Struct, omit_defaults=True):
+class LabelledAnswer(OrdersReply, omit_defaults=True):
     """The answer to one question."""
 
     type: Literal["choice", "score", "yes_no"]
@@ -240,7 +263,10 @@ async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
     answers = await ask(call, _tree, body)
     return DecisionsReply(
         call.model,
-        [_reply(question, answer) for question, answer in zip(body.questions, answers, strict=True)],
+        [
+            with_orders(_reply(question, answer), answer, body)
+            for question, answer in zip(body.questions, answers, strict=True)
+        ],
         DecisionsUsage(call.tokens, InputDetails(call.cached_tokens), call.tokens),
     )
 
@@ -253,11 +279,24 @@ async def ask(call: Call, make_tree: Callable[[Call, _Body], QuestionTree], body
     return await call.prepare(tree.answers, answer)
 
 
+def orders_of(body: DecisionsBody | OrdersBody) -> dict[str, Any]:
+    """Return the arguments of a QuestionTree for the orders of options that a body asks for."""
+    most = MOST_ORDERS if body.order_invariant else 1
+    return {"orders": body.permutations or most, "order_invariant": body.order_invariant}
+
+
+def with_orders(reply: _Reply, answer: QuestionAnswer, body: DecisionsBody | OrdersBody) -> _Reply:
+    """Return the reply to a question, with the orders and the spread of `answer` if `body` asks for several orders."""
+    if isinstance(reply, OrdersReply) and (body.permutations is not None or body.order_invariant):
+        reply.orders, reply.spread = answer.orders, answer.spread
+    return reply
+
+
 def _tree(call: Call, body: DecisionsBody) -> QuestionTree:
     names = [_question_name(number, question.name) for number, question in enumerate(body.questions)]
     questions = [_question(question, f"questions[{number}]") for number, question in enumerate(body.questions)]
     text = input_text(body.input)
-    return QuestionTree(call.writer, text, questions, SYSTEMONE, order_invariant=body.order_invariant, names=names)
+    return QuestionTree(call.writer, text, questions, SYSTEMONE, **orders_of(body), names=names)
 
 
 def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name: str) -> Question:
@@ -325,7 +364,7 @@ async def _labelled(call: Call) -> LabelledReply:
         if answer.refusal is not None:  # this reply has no refusals of single questions
             name = _question_name(number, question.id)
             raise InputError(f"{name} cannot be answered: {answer.refusal}", name=name)
-        replies[question.id] = _labelled_answer(question, answer)
+        replies[question.id] = with_orders(_labelled_answer(question, answer), answer, body)
     return LabelledReply(call.model, replies, call.usage)
 
 
@@ -333,7 +372,7 @@ def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
     text = check_not_blank(json_text(body.input), "input")
     names = [_question_name(number, question.id) for number, question in enumerate(body.questions)]
     questions = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
-    return QuestionTree(call.writer, text, questions, SGLANG, order_invariant=body.order_invariant, names=names)
+    return QuestionTree(call.writer, text, questions, SGLANG, **orders_of(body), names=names)
 
 
 def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo, name: str) -> Question:

@@ -73,6 +73,18 @@ def json_text(value: str | dict[str, Any] | list[Any] | None, *, compact: bool =
     return json.dumps(value, ensure_ascii=False, separators=separators)
 
 
+def check_no_images(value: Any, name: str) -> None:
+    """Raise InputError if JSON contains an image in the format of OpenAI's messages, which would become a text."""
+    if isinstance(value, dict):
+        if value.get("type") == "image_url" and "image_url" in value:
+            raise InputError(f"{name} is an image, but this server only takes text and JSON", name=name)
+        for key, item in value.items():
+            check_no_images(item, f"{name}.{key}")
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            check_no_images(item, f"{name}[{number}]")
+
+
 def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -> str:
     if item.type == "message":
         if item.role not in _ROLES:

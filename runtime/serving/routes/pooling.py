@@ -276,8 +276,13 @@ async def _embeddings(
 
 
 def _prefix(call: Call, names: Mapping[str, str | None], prompts: Sequence[str | Tokens]) -> str:
-    """Return the prompt of the checkpoint that these fields name, or "". Raise InputError if it does not exist."""
-    known, prefixes = call.writer.prompt.prompts, []
+    """Return the prompt that these fields name, the checkpoint's default, or "". Raise InputError if it does not exist.
+
+    As in sentence-transformers, token ids get no prompt.
+    """
+    known, default, prefixes = call.writer.prompt.prompts, call.writer.prompt.default_prompt_name, []
+    if default is not None and isinstance(prompts[0], str) and all(name is None for name in names.values()):
+        return known[default]
     for field, name in names.items():
         if name is None:
             continue
@@ -305,7 +310,7 @@ async def _vectors(
     add_special: bool = True,
     prefix: str = "",
 ) -> list[Floats]:
-    trees = []
+    status, trees = call.service.backend.status(), []
     # Pairs are tokens that were cut before.
     cut = text_cut(call, body)
     encoded = await call.prepare(
@@ -313,8 +318,10 @@ async def _vectors(
     )
     for index, tokens in enumerate(encoded):
         tree = RequestTree(call.writer.most_tokens)
-        number = tree.add(tokens, f"{name}[{index}]")
-        tree.vector(number, call.writer.prompt.vector)
+        if status.vector == "class scores":
+            tree.add_classified(tokens, status.padding_token, f"{name}[{index}]")
+        else:
+            tree.vector(tree.add(tokens, f"{name}[{index}]"), call.writer.prompt.vector)
         trees.append(tree)
     return [answer.vector(0) for answer in await call.answer_trees(trees)]
 

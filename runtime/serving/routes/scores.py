@@ -180,17 +180,15 @@ async def pair_scores(
     Errors contain the `names` of queries and documents.
     """
     check_count(pairs, names[1])
-    has_classes = call.service.backend.status().vector == "class scores"
-    if not has_classes:
+    if call.service.backend.status().vector != "class scores":
         call.need_predictions()
-    tree = await call.prepare(_pair_tree, call, body, pairs, names, by_class_scores=has_classes)
+    tree = await call.prepare(_pair_tree, call, body, pairs, names)
     is_raw = bool(body.raw_scores) or body.use_activation is False
     return tree.scores(await call.answer_tree(tree.tree), is_raw=is_raw)
 
 
-def _pair_tree(
-    call: Call, body: PairBody, pairs: Sequence[tuple[str, str]], names: tuple[str, str], *, by_class_scores: bool
-) -> PairTree:
+def _pair_tree(call: Call, body: PairBody, pairs: Sequence[tuple[str, str]], names: tuple[str, str]) -> PairTree:
+    status = call.service.backend.status()
     instruction = body.instruction or body.instruct or None
     if instruction is not None and not call.writer.prompt.takes_instruction:
         field = "instruction" if body.instruction else "instruct"
@@ -206,7 +204,8 @@ def _pair_tree(
     return PairTree(
         call.writer,
         list(zip(queries, documents, strict=True)),
-        by_class_scores=by_class_scores,
+        by_class_scores=status.vector == "class scores",
+        padding=status.padding_token,
         names=names,
         instruction=instruction,
         cut=text_cut(call, body),

@@ -14,10 +14,17 @@ from moepass.runtime.serving.questions.question_tree import (
     expected_level,
 )
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
-from moepass.runtime.serving.routes.decision_routes import JsonText, ask
-from moepass.runtime.serving.routes.message_text import check_not_blank, json_text
+from moepass.runtime.serving.routes.decision_routes import (
+    JsonText,
+    OrdersBody,
+    OrdersReply,
+    ask,
+    orders_of,
+    with_orders,
+)
+from moepass.runtime.serving.routes.message_text import check_no_images, check_not_blank, json_text
 from moepass.runtime.serving.routes.prompt_inputs import check_count
-from moepass.runtime.serving.routes.service import Call, ModelBody, Route
+from moepass.runtime.serving.routes.service import Call, Route
 
 
 class NoulQuestion(msgspec.Struct, tag_field="type", tag="noul"):
@@ -41,22 +48,21 @@ class ScoreQuestion(msgspec.Struct, tag_field="type", tag="score"):
     instructions: JsonText | None = None
 
 
-class SystemoneBody(ModelBody):
-    """The body of /v1/systemone. `order_invariant`, an extension, averages over several orders of the options."""
+class SystemoneBody(OrdersBody):
+    """The body of /v1/systemone."""
 
     state: JsonText
     questions: dict[str, NoulQuestion | ChoiceQuestion | ScoreQuestion]
-    order_invariant: bool = False
 
 
-class NoulReply(msgspec.Struct, tag_field="type", tag="noul"):
+class NoulReply(OrdersReply, tag_field="type", tag="noul"):
     """The answer to a noul question: the probability of "true"."""
 
     noul: float
     label_mass: float
 
 
-class ChosenReply(msgspec.Struct, tag_field="type", tag="choice"):
+class ChosenReply(OrdersReply, tag_field="type", tag="choice"):
     """The answer to a choice."""
 
     choice: str
@@ -65,7 +71,7 @@ class ChosenReply(msgspec.Struct, tag_field="type", tag="choice"):
     label_mass: float
 
 
-class ScoredReply(msgspec.Struct, tag_field="type", tag="score"):
+class ScoredReply(OrdersReply, tag_field="type", tag="score"):
     """The answer to a score; `score` is the mean level, and `legend` maps levels to their descriptions."""
 
     score: float
@@ -101,17 +107,16 @@ async def systemone(call: Call) -> SystemoneReply:
     for (name, question), answer in zip(body.questions.items(), answers, strict=True):
         if answer.refusal is not None:  # this reply has no refusals of single questions
             raise InputError(f"questions[{name!r}] cannot be answered: {answer.refusal}", name="questions")
-        replies[name] = _reply(question, answer)
+        replies[name] = with_orders(_reply(question, answer), answer, body)
     return SystemoneReply(call.model, replies, SystemoneUsage(call.tokens, call.cached_tokens))
 
 
 def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
+    check_no_images(body.state, "state")
     text = check_not_blank(json_text(body.state, compact=False), "state")
     names = [f"questions[{name!r}]" for name in body.questions]
     questions = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
-    return QuestionTree(
-        call.writer, text, questions, SYSTEMONE, order_invariant=body.order_invariant, text_name="state", names=names
-    )
+    return QuestionTree(call.writer, text, questions, SYSTEMONE, **orders_of(body), text_name="state", names=names)
 
 
 def _question(question: NoulQuestion | ChoiceQuestion | ScoreQuestion, name: str) -> Question:

@@ -224,7 +224,7 @@ class Frontend:
         if facts is None:
             return BackendStatus(state, 0, 0, predicts_tokens=False, metrics=metrics)
         abilities = (facts.max_sequence_tokens, facts.vocabulary_size, facts.predicts_tokens, facts.vector)
-        classes = (facts.class_names, facts.class_activation)
+        classes = (facts.class_names, facts.class_activation, facts.padding_token)
         return BackendStatus(state, *abilities, *classes, dict(facts.notes), metrics)
 
     def devices(self) -> list[str]:

@@ -55,6 +55,7 @@ class ReferenceBackend:
             vector="class scores" if is_classifier else "embedding",
             class_names=self.class_names,
             class_activation=class_activation(config),
+            padding_token=config.pad_token_id if is_classifier else None,
             details={"attention": "eager"},
             metrics={"requests": float(len(self.requests))},
         )

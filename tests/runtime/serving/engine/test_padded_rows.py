@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from moepass.runtime.serving.batching.step_batch import StepBatch, TrieNode
+from moepass.runtime.serving.engine import padded_rows
 from moepass.runtime.serving.engine.padded_rows import PaddedRows, RowsBackbone
 from tests.helpers.models.tiny import tiny_model
 
@@ -47,6 +50,20 @@ def test_rows_run_in_groups_of_so_many_tokens() -> None:
     states = PaddedRows(forward, torch.device("cpu"), 10).states(TRIE)
     assert states[:, 0].tolist() == [6, 7, 9, 10, 11]
     assert shapes == [((2, 5), 9), ((2, 2), 2)]
+
+
+def test_rows_that_are_too_long_for_the_compiled_graph_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padded_rows, "MOST_COMPILED_WIDTH", 4)
+    widths: dict[str, list[int]] = {"plain": [], "compiled": []}
+
+    def forward(name: str, tokens: torch.Tensor, mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        widths[name].append(tokens.shape[1])
+        return tokens.flatten()[places][:, None]
+
+    rows = PaddedRows(functools.partial(forward, "plain"), torch.device("cpu"), 5)
+    rows.forward = functools.partial(forward, "compiled")
+    assert rows.states(TRIE)[:, 0].tolist() == [6, 7, 9, 10, 11]
+    assert widths == {"plain": [5], "compiled": [4, 2]}
 
 
 def test_a_step_with_cached_blocks_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.helpers.serving.plain_scores import label_log_probability, label_prob
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served
 
 INPUT = "The cat sat on the mat, and a dog ran to the park."
+BODY = {"model": "tiny", "input": INPUT}
 PREDICATE = {"type": "predicate", "name": "cat", "instructions": "A cat is mentioned."}
 CHOICE = {
     "type": "choice",
@@ -146,6 +148,45 @@ def test_the_order_of_choices_may_be_averaged_out(chat: Served) -> None:
     assert averaged == pytest.approx({key: sum(order[key] for order in orders) / 3 for key in "abc"}, abs=1e-5)
 
 
+def test_a_choice_is_asked_in_so_many_orders(chat: Served) -> None:
+    def ask(options: str, **more: Any) -> dict[str, Any]:
+        question = CHOICE | {"choices": [{"value": value} for value in options]}
+        (answer,) = chat.post("/v1/decisions", BODY | {"questions": [question], **more})["answers"]
+        answer["probabilities"] = {entry["value"]: entry["probability"] for entry in answer["probabilities"]}
+        return dict(answer)
+
+    single = {order: ask(order)["probabilities"] for order in ("abcd", "bcda", "cdab", "dabc")}
+    for permutations, orders in {1: ["abcd"], 2: ["abcd", "cdab"], 4: list(single), 16: list(single)}.items():
+        before = len(chat.backend.requests)
+        answer = ask("abcd", permutations=permutations)
+        assert len(chat.backend.requests) == before + 1
+        values = {option: [single[order][option] for order in orders] for option in "abcd"}
+        means = {option: sum(column) / len(orders) for option, column in values.items()}
+        assert answer["probabilities"] == pytest.approx(means, abs=1e-5)
+        spread = max(max(column) - min(column) for column in values.values())
+        assert (answer["orders"], answer["spread"]) == (len(orders), pytest.approx(spread, abs=1e-5))
+    assert ask("abcd").keys().isdisjoint({"orders", "spread"})
+    invariant = [ask(order, permutations=2, order_invariant=True)["probabilities"] for order in ("abcd", "dbca")]
+    assert invariant == [pytest.approx(ask("abcd", permutations=2)["probabilities"], abs=1e-5)] * 2
+    for refused in (0, 17, 1.5, "2"):
+        body = BODY | {"questions": [CHOICE], "permutations": refused}
+        assert chat.refused("/v1/decisions", body)["param"] == "permutations"
+
+
+def test_every_body_with_questions_takes_orders(chat: Served) -> None:
+    questions = {
+        "yes": {"type": "noul", "instructions": "Spam?"},
+        "one": {"type": "choice", "instructions": "Tone?", "criteria": {"calm": None, "mad": None, "sad": None}},
+        "level": {"type": "score", "instructions": "How urgent?", "criteria": ["Later", "Soon", "Now"]},
+    }
+    answers = chat.post("/v1/systemone", {"state": "Buy", "questions": questions, "permutations": 8})["answers"]
+    assert {name: answer["orders"] for name, answer in answers.items()} == {"yes": 1, "one": 3, "level": 2}
+    assert answers["yes"]["spread"] == 0 < answers["one"]["spread"] < 1
+    labelled = [{"id": "c", "type": "choice", "question": "?", "options": [{"name": "a"}, {"name": "b"}]}]
+    answers = chat.post("/v1/decisions", {"input": "a", "questions": labelled, "permutations": 2})["answers"]
+    assert answers["c"]["orders"] == 2
+
+
 def test_sglangs_body_gets_sglangs_reply(chat: Served) -> None:
     body = {
         "input": {"message": "hi"},
@@ -182,18 +223,71 @@ def test_sglangs_body_gets_sglangs_reply(chat: Served) -> None:
     assert chat.refused("/v1/decisions", body | {"temperature": 2.0})["param"] == "temperature"
 
 
-def test_systemone_answers_as_transformers_own_pipeline(chat: Served) -> None:
-    questions = {
-        "spam": {"type": "noul", "instructions": "Is it spam?", "criteria": {"true": "Ads", "false": None}},
-        "tone": {"type": "choice", "instructions": "Tone?", "criteria": {"calm": None, "mad": "Loud", "sad": {"k": 1}}},
-        "urgent": {"type": "score", "instructions": "How urgent?", "criteria": ["Later", "This week", "Now"]},
-    }
-    state = {"message": "Buy now", "tags": [1, None]}
-    reply = chat.post("/v1/systemone", {"model": "tiny", "state": state, "questions": questions})
+# Requests as clients of /v1/systemone send them.
+SYSTEMONE_REQUESTS: dict[str, dict[str, Any]] = {
+    "transformers": {
+        "state": {"message": "Buy now", "tags": [1, None]},
+        "questions": {
+            "spam": {"type": "noul", "instructions": "Is it spam?", "criteria": {"true": "Ads", "false": None}},
+            "tone": {
+                "type": "choice",
+                "instructions": "Tone?",
+                "criteria": {"calm": None, "mad": "Loud", "sad": {"k": 1}},
+            },
+            "urgent": {"type": "score", "instructions": "How urgent?", "criteria": ["Later", "This week", "Now"]},
+        },
+    },
+    # typesafe-sdk 0.7.5: instructions and criteria may be JSON, and fields that are not set are left out.
+    "typesafe-sdk": {
+        "state": {"message": "Hi", "n": 1},
+        "questions": {
+            "a": {"type": "noul", "instructions": {"task": "spam?"}, "criteria": {"true": "yes", "false": ["no"]}},
+            "b": {"type": "noul", "criteria": {"true": {"meaning": "Match"}}},
+            "c": {"type": "choice", "criteria": {"calm": None, "mad": {"k": [1]}, "sad": ["x", 2]}},
+            "d": {"type": "score", "instructions": ["How", "loud?"], "criteria": ["low", {"level": 1}, ["high"]]},
+        },
+    },
+    # ekzhang/openjev-sglang, evals/boolq.py at 437188f.
+    "openjev-sglang, boolq": {
+        "state": "A cat sat on the mat.",
+        "questions": {
+            "answer": {
+                "type": "noul",
+                "instructions": "Based on the passage, answer this yes/no question:\nis a cat mentioned",
+                "criteria": {"true": "Yes", "false": "No"},
+            }
+        },
+    },
+    # openjev-sglang, examples/request.json: a conversation.
+    "openjev-sglang, example": {
+        "state": [
+            {"role": "system", "content": "You are a support assistant."},
+            {"role": "user", "content": "I was charged twice. Please refund the duplicate."},
+        ],
+        "questions": {
+            "refund": {"type": "noul", "instructions": "Does the user request a refund?"},
+            "department": {
+                "type": "choice",
+                "instructions": "Which department should handle this?",
+                "criteria": {"billing": "Payments and refunds", "technical": ""},
+            },
+            "urgency": {"type": "score", "instructions": "How urgent?", "criteria": ["Routine", "Urgent", "Emergency"]},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("sender", SYSTEMONE_REQUESTS)
+def test_systemone_answers_as_transformers_own_pipeline(chat: Served, sender: str) -> None:
+    request = SYSTEMONE_REQUESTS[sender]
+    reply = chat.post("/v1/systemone", {"model": "tiny", **request})
+    assert reply["model"] == "tiny"
+    assert {type(value) for value in reply["usage"].values()} == {int}
+    assert reply["answers"].keys() == request["questions"].keys()
     tokenizer = chat.writer.tokenizer
     tokenizer.chat_template = CHAT_TEMPLATE
     pipeline = DecisionPipeline(model=chat.backend.model, tokenizer=tokenizer)
-    expected = pipeline(json.loads(json.dumps({"state": state, "questions": questions})))
+    expected = pipeline(json.loads(json.dumps(request)))
     for name, answer in expected.items():
         mass = reply["answers"][name].pop("label_mass")
         assert 0 < mass <= 1
@@ -202,6 +296,26 @@ def test_systemone_answers_as_transformers_own_pipeline(chat: Served) -> None:
         legend = answer.pop("legend", None)
         assert reply["answers"][name].pop("legend", None) == legend
         assert reply["answers"][name] == pytest.approx(answer, abs=1e-4)
+
+
+def test_clients_of_systemone_get_what_they_read(chat: Served) -> None:
+    body = {"model": "tiny", **SYSTEMONE_REQUESTS["openjev-sglang, boolq"]}
+    response = chat.client.post("/v1/systemone", json=body, headers={"x-request-id": "mine"})
+    assert response.headers["x-typesafe-request-id"] == "mine"
+    models = chat.client.get("/v1/models").json()["models"]
+    assert [model["name"] for model in models] == ["tiny", "alias"]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", model["release_date"]) and model["description"] for model in models)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    for change, param in (
+        ({"state": [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]}, "state[0].content[1]"),
+        ({"assets": {"photo": {"type": "image", "part": "asset-0"}}}, "assets"),
+        ({"questions": {"where": {"type": "box", "instructions": "The dog"}}}, "questions"),
+        ({"questions": {"one": {"type": "score", "criteria": ["only"]}}}, "questions"),
+        ({"model": "jev-latest"}, "model"),
+    ):
+        error = chat.refused("/v1/systemone", body | change, 404 if param == "model" else 400)
+        assert (error["param"] or "").startswith(param)
+        assert error["message"]
 
 
 @pytest.mark.slow

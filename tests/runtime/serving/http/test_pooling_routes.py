@@ -10,14 +10,28 @@ import numpy as np
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import TextClassificationPipeline
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
-from tests.helpers.serving.byte_checkpoint import classifier
+from tests.helpers.graphs.tiny_checkpoint import broken_copy
+from tests.helpers.serving.byte_checkpoint import CONTROL_TOKENS, classifier
 from tests.helpers.serving.plain_scores import label_probabilities
 from tests.helpers.serving.served import Served, served
 
 TEXTS = ["The cat sat on the mat", "a dog"]
+PAIRS = [(TEXTS[0],), tuple(TEXTS)]
+PAD = CONTROL_TOKENS.index("<|pad|>")
+
+
+def append_padding(folder: Path) -> None:
+    """Let the tokenizer of a checkpoint append its padding token to every text."""
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|pad|>", pair="$A <sep> $B <|pad|>", special_tokens=[("<|pad|>", PAD), ("<sep>", PAD + 1)]
+    )
+    tokenizer.save(str(path))
 
 
 def _state(server: Served, text: str) -> torch.Tensor:
@@ -104,6 +118,39 @@ def test_classes_are_those_of_the_pipeline_of_transformers(
         assert pooled["data"] == pytest.approx(values, abs=1e-5)
         for entry in running.post("/predict", {"inputs": TEXTS[0]}):
             assert entry["score"] == pytest.approx(expected[entry["label"]], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[9, 8], [9, 8, PAD], [9, 8, *[PAD] * 40], [PAD, 9, 8], [9, PAD, 8, PAD], [*range(50, 90), PAD], [PAD], [PAD, PAD]],
+)
+def test_classes_are_read_at_the_last_token_that_is_not_padding(classes: Served, ids: list[int]) -> None:
+    with torch.no_grad():
+        expected = classes.backend.model(torch.tensor([ids])).logits[0].softmax(-1).tolist()
+    # The same sequence without padding may be in the cache, and the other sequence shares a prefix.
+    replies = classes.post("/classify", {"input": [ids, [*ids[:1], 7], ids]})["data"]
+    assert [entry["probs"] for entry in replies[::2]] == [pytest.approx(expected, abs=1e-5)] * 2
+    (entry,) = classes.post("/pooling", {"input": ids})["data"]
+    assert entry["data"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_classes_of_texts_whose_tokenizer_appends_its_padding_are_those_of_transformers(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Qwen's embedding tokenizers end texts with <|endoftext|>, which is the token that pads them."""
+    folder = broken_copy(checkpoint, tmp_path / "appends", append_padding)
+    with served(folder, model=classifier(1), class_names=("relevance",)) as running:
+        model, tokenizer = running.backend.model, running.writer.tokenizer
+        assert tokenizer("a")["input_ids"][-1] == PAD
+        with torch.no_grad():
+            values = [model(**tokenizer(*texts, return_tensors="pt")).logits.sigmoid().item() for texts in PAIRS]
+        (classified,) = running.post("/classify", {"input": PAIRS[0][0]})["data"]
+        assert classified["probs"] == pytest.approx(values[:1], abs=1e-5)
+        (predicted,) = running.post("/predict", {"inputs": PAIRS[0][0]})
+        assert predicted["score"] == pytest.approx(values[0], abs=1e-5)
+        query, document = PAIRS[1]
+        (ranked,) = running.post("/rerank", {"query": query, "documents": [document]})["results"]
+        assert ranked["relevance_score"] == pytest.approx(values[1], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -435,6 +435,18 @@ def test_prompts_of_sentence_transformers_precede_texts(embedder: Served, field:
     assert _vectors(embedder.post("/v1/embeddings", body))[0] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_a_default_prompt_precedes_texts_of_requests_that_choose_none(special: Path) -> None:
+    with served(special, prompt=Prompt(prompts=PROMPTS, default_prompt_name="query")) as running:
+        ids = _encode(running, TEXT)
+        for more, tokens in (
+            ({"input": TEXT}, _encode(running, PROMPTS["query"] + TEXT)),
+            ({"input": [TEXT], "prompt_name": "passage"}, _encode(running, PROMPTS["passage"] + TEXT)),
+            ({"input": ids}, ids),
+        ):
+            (vector,) = _vectors(running.post("/v1/embeddings", {"normalize": False, **more}))
+            assert vector == pytest.approx(_state(running, tokens).tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
