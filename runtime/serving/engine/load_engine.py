@@ -62,6 +62,8 @@ MOST_CACHE_BYTES = 4 << 30
 ROWS_TOKENS = MICRO_BATCH_TOKENS
 # Tokens per sequence of the full step that is measured.
 WARM_UP_TOKENS = 256
+# Rows of a step of many rows. torch chooses another convolution from 16 rows on, and so compiles another graph.
+WARM_UP_ROWS = 64
 
 # [Empirical] Generous bound of the activations of a layer that are alive at once, in widths of its widest product.
 _WIDTHS = 8
@@ -247,7 +249,8 @@ def _compile(
 def warm_up(engine: ModelEngine) -> None:
     """Run steps of all kinds, so that nothing is left to compile, and measure the speed of a full step.
 
-    The steps have one token, two tokens, a trie whose prefixes come from the cache in the second run, and a full step.
+    The steps have one token, two tokens, a trie whose prefixes come from the cache in the second run, if steps are
+    padded rows also many short rows, and a full step.
     Raises CheckpointError if an answer contains values that are not finite.
     """
     facts = engine.facts
@@ -277,7 +280,10 @@ def warm_up(engine: ModelEngine) -> None:
         return result
 
     trie = request(1, max(1, min(longest - 1, 40)), min(3, longest - 1))
-    for requests in ([request(0, 1)], [request(0, min(longest, 2))], [trie], [trie]):
+    steps = [[request(0, 1)], [request(0, min(longest, 2))], [trie], [trie]]
+    if facts.form == "rows":
+        steps.append([request(number, min(longest, 2)) for number in range(WARM_UP_ROWS)])
+    for requests in steps:
         run(requests)
     length = min(longest, WARM_UP_TOKENS)
     full_step_tokens = min(facts.full_step_tokens, facts.most_tokens)

@@ -17,8 +17,10 @@ from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.homes.options.home_options import Device, Host
 from moepass.runtime.offload.loading import offload_report
 from moepass.runtime.offload.offload import offload_experts
+from moepass.runtime.serving.engine import load_engine as load_engine_module
 from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine, make_engine
 from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.padded_rows import RowsBackbone
 from moepass.runtime.serving.engine.plain_outputs import plain_outputs
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from tests.helpers.graphs.error_fields import refused
@@ -40,6 +42,22 @@ def test_a_model_whose_outputs_are_no_numbers_is_not_served(damage: float) -> No
 def test_a_sound_model_is_warm_when_it_is_loaded() -> None:
     engine = make_engine(tiny_model("qwen3_moe"), OPTIONS, None, bytes(32))
     assert engine.facts.flops_per_second > 1
+
+
+def test_the_warm_up_of_padded_rows_has_few_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than 16 rows may need another graph than more: torch chooses another convolution."""
+    heights = []
+    run = RowsBackbone.forward
+
+    def forward(self: RowsBackbone, tokens: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        heights.append(len(tokens))
+        return run(self, tokens, *others)
+
+    monkeypatch.setattr(load_engine_module, "probe_trie", lambda model, survey: "rows are asked for")
+    monkeypatch.setattr(RowsBackbone, "forward", forward)
+    make_engine(tiny_model("qwen3_moe"), OPTIONS, None, bytes(32))
+    assert {2, 3} <= {*heights}
+    assert max(heights) >= 16
 
 
 def test_a_model_without_a_plan_says_what_makes_one() -> None:
