@@ -14,13 +14,13 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_stack import is_expert_stack
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS, WeightRecipe
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.traits import base_operation
 
 aten = torch.ops.aten
 

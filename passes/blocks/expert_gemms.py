@@ -21,10 +21,12 @@ from moepass.passes.blocks.computed_weights import (
 )
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.blocks.opaque_experts import is_foreign, why_opaque
-from moepass.passes.graph.nodes import fake_value, is_call, is_view, module_path, view_source
+from moepass.passes.graph.nodes import fake_value, is_call, module_path
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, in_words, source_line
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
+from moepass.passes.ops.traits import is_view
+from moepass.passes.ops.walk import view_source
 
 aten = torch.ops.aten
 

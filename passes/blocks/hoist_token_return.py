@@ -29,14 +29,13 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.sink_token_gather import with_lookup
-from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.ops.arguments import is_arange
+from moepass.passes.ops.traits import Trait, has_trait
 
 aten = torch.ops.aten
-
-_EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,7 @@ def token_return(node: Node) -> TokenReturn | None:
     if others or not is_call(inverse, aten.index_put.default, aten._unsafe_index_put.default):
         return None
     memory, (order, *more), places, *accumulates = cast("tuple[Node, list[Node], Node, bool]", inverse.args)
-    if more or any(accumulates) or inverse.kwargs or not is_call(memory, *_EMPTY):
+    if more or any(accumulates) or inverse.kwargs or not has_trait(memory, Trait.EMPTY):
         return None
     values = [fake_value(one) for one in (order, memory, places)]
     is_vector = all(value.dim() == 1 and value.dtype == torch.int64 for value in values)

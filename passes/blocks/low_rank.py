@@ -12,13 +12,13 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import ExpertGemm
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
-from moepass.passes.graph.operations import CASTS, base_operation
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
+from moepass.passes.ops.walk import origin
 
 aten = torch.ops.aten
 
-_SAME = CASTS | {"clone"}
 # Between the two products, and behind them.
 _MOST_STEPS = 8
 
@@ -68,9 +68,7 @@ def _is_beside(main: ExpertGemm, first: ExpertGemm) -> bool:
 
 
 def _before_casts(node: Node) -> Node:
-    while node.op == "call_function" and (is_view(node) or base_operation(node) in _SAME) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+    return origin(node, passes=lambda step: is_view(step) or has_trait(step, Trait.CAST, Trait.COPY))
 
 
 def _before_scales(node: Node) -> Node:
@@ -109,7 +107,7 @@ def _sums_behind(node: Node) -> set[Node]:
         if not pending:
             break
         for user in pending.pop(0).users:
-            is_step = is_view(user) or base_operation(user) in {*_SAME, "mul"}
+            is_step = is_view(user) or has_trait(user, Trait.CAST, Trait.COPY) or base_operation(user) == "mul"
             if is_call(user, aten.add.Tensor):
                 found.add(user)
             if (is_step or is_call(user, aten.add.Tensor)) and isinstance(fake_value(user), torch.Tensor):

@@ -20,9 +20,10 @@ from moepass.models.formulas.gemms import convolution_flops, gemm_flops, triangu
 from moepass.models.formulas.memory import experts_hit
 from moepass.models.formulas.sizes import Size, divided
 from moepass.passes.cost.traffic_ops import TRAFFIC_OPS
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import fake_value, is_view, mutates
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import is_view, mutates
 
 aten = torch.ops.aten
 

@@ -32,12 +32,13 @@ from moepass.passes.dense.read_results import SumOverExperts, sums_over_experts
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, mutates
+from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import in_words, named, place_of
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.masks.chosen_rows import Chosen, SortedPairs
+from moepass.passes.ops.traits import mutates
 from moepass.passes.rows.row_layout import ratio, size_of
 
 aten, prims = torch.ops.aten, torch.ops.prims

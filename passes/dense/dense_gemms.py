@@ -16,19 +16,15 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import is_expert_weight
-from moepass.passes.dense.pair_layouts import SAME, Pairs
+from moepass.passes.dense.pair_layouts import Pairs
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import PERMUTATIONS, base_operation, operation, permutation
+from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import sources
 from moepass.passes.rows.row_layout import Layout, features
-from moepass.passes.rows.row_operations import VIEWS
 
 aten = torch.ops.aten
-
-_BATCHED = (aten.bmm.default, aten.baddbmm.default)
-_PLAIN = (aten.mm.default, aten.addmm.default)
-_MOVES = SAME | PERMUTATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +84,9 @@ class DenseGemm:
 
 def dense_gemm(node: Node) -> DenseGemm | None:
     """`node` as a GEMM of dense experts; None where it is none."""
-    if not is_call(node, *_BATCHED, *_PLAIN):
+    if not is_call(node, aten.bmm.default, aten.baddbmm.default, aten.mm.default, aten.addmm.default):
         return None
-    batch = int(is_call(node, *_BATCHED))
+    batch = int(has_trait(node, Trait.BATCHED_MATMUL))
     given = all_arguments(node)
     left, right = (given[name] for name in _names(node))
     added = given["self"] if is_call(node, aten.baddbmm.default, aten.addmm.default) else None
@@ -138,17 +134,14 @@ def _ways_back(node: Node) -> list[tuple[Node, list[list[int]]]]:
 
 
 def _chain(node: Node) -> list[Node]:
-    chain = [node]
-    while chain[0].op == "call_function" and _moves(chain[0]):
-        chain.insert(0, chain[0].all_input_nodes[0])
-    return chain
+    return [*sources(node, _moves)][::-1]
 
 
 def _moves(node: Node) -> bool:
     """True where `node` has the same elements as its operand, in other dimensions, or in another order."""
     if is_call(node, aten.expand.default):
         return [*fake_value(node).shape] == [*fake_value(node.all_input_nodes[0]).shape]
-    return operation(node) in VIEWS or base_operation(node) in _MOVES
+    return has_trait(node, Trait.RESHAPE, Trait.COPY, Trait.PERMUTE)
 
 
 def _labels(source: Node, steps: list[Node]) -> list[list[int]] | None:
@@ -158,9 +151,9 @@ def _labels(source: Node, steps: list[Node]) -> list[list[int]] | None:
         return None
     found = [[dim] for dim in range(len(shape))]
     for node in steps:
-        if base_operation(node) in PERMUTATIONS:
+        if has_trait(node, Trait.PERMUTE):
             found = [found[dim] for dim in permutation(node)]
-        elif operation(node) in VIEWS:
+        elif has_trait(node, Trait.RESHAPE):
             pending = [label for labels in found for label in labels]
             found = []
             for size in fake_value(node).shape:

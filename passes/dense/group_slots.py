@@ -18,10 +18,10 @@ from moepass.passes.dense.read_results import Forward
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.rows.row_layout import Layout
 from moepass.passes.rows.row_rules import is_flat
 

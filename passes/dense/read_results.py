@@ -11,10 +11,10 @@ from torch.fx import Graph, Node
 
 from moepass.passes.dense.dense_gemms import DenseGemm, dense_gemm
 from moepass.passes.dense.pair_layouts import Pairs
-from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call, mutates
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.ops.arguments import all_arguments, named_arguments
+from moepass.passes.ops.traits import base_operation, draws_random_numbers, mutates, operation
 from moepass.passes.rows.row_layout import Layout
 from moepass.passes.rows.row_rules import RowRules, several
 

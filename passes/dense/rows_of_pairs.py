@@ -17,10 +17,6 @@ from torch.fx import Node
 
 from moepass.passes.dense.dense_gemms import DenseGemm, dense_gemm
 from moepass.passes.dense.pair_layouts import (
-    CUTS,
-    REDUCTIONS,
-    SAME,
-    SCANS,
     Pairs,
     broadcast_back,
     features_in,
@@ -30,15 +26,13 @@ from moepass.passes.dense.pair_layouts import (
 )
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates
+from moepass.passes.graph.nodes import fake_value, map_nodes
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation, permutation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import grouped_gemm_for
+from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
 from moepass.passes.rows.row_layout import Layout, Part
-from moepass.passes.rows.row_operations import NORMS, VIEWS
-from moepass.passes.rows.row_rules import acts_by_element
 
 aten = torch.ops.aten
 
@@ -179,7 +173,7 @@ class RowsOfPairs:
         """`node` in another shape: what it is a view of, where that has it."""
         wanted = [*map(size_expression, shape)]
         origin = node
-        while operation(origin) in VIEWS or base_operation(origin) in SAME:
+        while has_trait(origin, Trait.RESHAPE) or has_trait(origin, Trait.COPY):
             origin = origin.all_input_nodes[0]
             if [*map(size_expression, fake_value(origin).shape)] == wanted:
                 return origin
@@ -256,22 +250,22 @@ class RowsOfPairs:
             self._refuse(
                 node, "is no operation that moepass knows to compute every pair of a token and an expert alone"
             )
-        if base in SAME or operation(node) in VIEWS or base == "repeat":
+        if has_trait(node, Trait.COPY, Trait.RESHAPE, Trait.REPEAT):
             ((source, one),) = below.items()
             return self._viewed(self.write(source, one), self._shape(layout))
         if base == "expand":
             ((source, one),) = below.items()
             return writer.emit(aten.expand.default, self._operand(source, layout), self._shape(layout))
-        if base in ("permute", "transpose", "t"):
+        if has_trait(node, Trait.PERMUTE):
             return self._turned(node, layout, *next(iter(below.items())))
         if operation(node) == "getitem":
             return self._item(node, layout, *next(iter(below.items())))
-        if acts_by_element(node):
+        if has_trait(node, Trait.ELEMENTWISE):
             if not all(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes):
                 self._refuse(node, "computes with a size")
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._operand(used, layout))
             return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        if base in ("cat", "stack"):
+        if has_trait(node, Trait.JOIN):
             if not all(one.has_rows for one in below.values()):
                 self._refuse(node, "puts rows together with what is the same for all of them")
             dim = all_arguments(node)["dim"] % len(layout.dimensions)
@@ -279,7 +273,7 @@ class RowsOfPairs:
             tensors = map_nodes(list(all_arguments(node)["tensors"]), rows.__getitem__)
             return writer.emit(node.target, tensors, 1 + kept(layout).index(dim))  # type: ignore[arg-type]
         source, one = next(iter(below.items()))
-        if base in ("slice", "select", "glu", *REDUCTIONS, *SCANS):
+        if has_trait(node, Trait.ALONG):
             return self._along(node, one, self.write(source, one))
         return self._refuse(node, "is no operation that moepass repeats for chosen rows")
 
@@ -297,10 +291,10 @@ class RowsOfPairs:
         cut = node.args[0]
         assert isinstance(cut, Node)
         rows = self.write(source, before)
-        if base_operation(cut) in NORMS:
+        if has_trait(cut, Trait.NORM):
             args, kwargs = map_nodes((cut.args, cut.kwargs), lambda used: rows if used is source else used)
             return self.writer.getitem(self.writer.emit(cut.target, *args, **kwargs), 0)  # type: ignore[arg-type]
-        assert base_operation(cut) in CUTS | {"unbind"}
+        assert has_trait(cut, Trait.SPLIT)
         return self.writer.getitem(self._along(cut, before, rows), node.args[1])  # type: ignore[arg-type]
 
     def _along(self, node: Node, before: Layout, rows: Node) -> Node:

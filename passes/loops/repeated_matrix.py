@@ -6,14 +6,9 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.traits import Trait, has_trait
 
 aten = torch.ops.aten
-
-# They keep the order of elements, or repeat all of them.
-_KEEP_ORDER = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.unsqueeze.default,
-    aten.clone.default,
-)  # fmt: skip
 
 
 def multiplies_by_one_matrix(node: Node) -> bool:
@@ -26,7 +21,7 @@ def repeated_matrix(node: object) -> Node:
     assert isinstance(node, Node)
     matrix = list(fake_value(node).shape[-2:])
     current = node
-    while is_call(current, *_KEEP_ORDER) and _ends_in(current, matrix):
+    while has_trait(current, Trait.RESHAPE, Trait.EXPAND, Trait.COPY) and _ends_in(current, matrix):
         current = current.all_input_nodes[0]
     return current if list(fake_value(current).shape) == matrix and current is not node else node
 

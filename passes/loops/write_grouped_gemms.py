@@ -45,7 +45,6 @@ from moepass.passes.masks.unread_masks import erase_unread_masks
 
 aten = torch.ops.aten
 
-_GEMMS = (aten.mm.default, aten.addmm.default)
 # Nodes that an expert computes with; a walk that meets more has left it.
 _MOST_NODES = 200
 
@@ -154,7 +153,7 @@ def _gemms_before(branch: Node) -> set[Node]:
     pending, seen = [branch], {branch}
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop(0)
-        if is_call(node, *_GEMMS):
+        if is_call(node, aten.mm.default, aten.addmm.default):
             gemms.add(node)
             continue
         for used in node.all_input_nodes:

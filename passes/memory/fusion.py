@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.nodes import fake_value, is_view
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.memory.value_bytes import elements
+from moepass.passes.ops.traits import base_operation, is_view
 
 # torch._inductor.config.realize_reads_threshold
 _MOST_READS = 4

@@ -19,8 +19,8 @@ from torch.fx import Node
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value
+from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.rows.row_flow import RowFlow, flow_in_local_form

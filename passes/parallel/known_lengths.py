@@ -19,12 +19,10 @@ from torch.fx import Graph, Node
 from moepass.passes.graph.graph_writer import erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 aten = torch.ops.aten
-
-# A graph may assert that two sizes are one. What compares them goes on to read both: else it would compare nothing.
-_COMPARE = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 
 
 def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
@@ -38,11 +36,16 @@ def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
         if node not in brought:
             known.setdefault(size, node)
         elif is_call(node, aten.sym_size.int) and size in known:
-            for user in [user for user in node.users if user not in region and user.target not in _COMPARE]:
+            # An assertion that two sizes are equal keeps reading both.
+            for user in [user for user in node.users if user not in region and not _compares_sizes(user)]:
                 user.replace_input_with(node, known[size])
     for node in sorted(brought - region, reverse=True):
         if is_call(node, aten.sym_size.int) and not node.users and node in graph.nodes:
             erase_unread(graph, node)
+
+
+def _compares_sizes(node: Node) -> bool:
+    return has_trait(node, Trait.COMPARE) and not isinstance(fake_value(node), torch.Tensor)
 
 
 def read_whole_quotients(graph: Graph) -> None:

@@ -24,10 +24,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.hoist_token_return import TokenReturn, token_return
-from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, view_source
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.segment import EXPERTS, PART_KEY
+from moepass.passes.ops.traits import is_view
+from moepass.passes.ops.walk import view_source
 
 aten = torch.ops.aten
 

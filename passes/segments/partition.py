@@ -35,9 +35,7 @@ from moepass.passes.graph.nodes import (
     fake_value,
     graph_inputs,
     is_call,
-    is_view,
     module_path,
-    mutates,
     positions,
     symbolic_sizes,
     unbacked_conditions,
@@ -46,6 +44,7 @@ from moepass.passes.ir.plan import MoEBlock, Plan, Step
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.segment import PART_KEY, REGION_KEY, TOKENS_KEY, Segment, SegmentUse, role_of
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
+from moepass.passes.ops.traits import is_view, mutates
 from moepass.passes.segments.parts import parts_of_nodes
 
 

@@ -11,14 +11,12 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
-from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.arguments import all_arguments, fill_number
+from moepass.passes.ops.traits import Trait, has_trait
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -79,7 +77,7 @@ def is_lookup_of_rows(node: Node) -> bool:
 def even_groups(ends: Node) -> tuple[int, Any]:
     """Number of experts, and rows of each, where `ends` says that all have as many. Raises NotThisForm."""
     chain = [ends]
-    while base_operation(chain[-1]) in CASTS | COPIES:
+    while has_trait(chain[-1], Trait.CAST, Trait.COPY):
         chain.append(chain[-1].all_input_nodes[0])
     if is_call(chain[-1], aten.cumsum.default):
         chain.append(all_arguments(chain[-1])["self"])
@@ -118,7 +116,7 @@ def _readers(down: Node) -> tuple[list[Node], set[Node]]:
 
 def _whole(node: Node) -> Node:
     """`node` without operations that give the same elements in the same shape."""
-    while base_operation(node) in COPIES or operation(node) in VIEWS:
+    while has_trait(node, Trait.COPY) or has_trait(node, Trait.RESHAPE):
         source = node.all_input_nodes[0]
         if _sizes(source) != _sizes(node):
             break

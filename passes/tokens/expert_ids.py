@@ -11,30 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import CASTS, base_operation
-
-# One of several results, or the only one, are places.
-_GIVE_PLACES = {"topk", "sort", "max", "min", "kthvalue", "mode", "median"}
-_ARE_PLACES = {"argsort", "argmax", "argmin"}
-_MOVES = {
-    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "t", "permute", "transpose", "expand", "clone", "alias",
-    "detach", "slice", "select", "index", "_unsafe_index", "index_select", "gather", "flip", "roll", "repeat", "split",
-    "split_with_sizes", "unbind",
-}  # fmt: skip
-# They give numbers of these arguments, or sums and products of them.
-_PASS_ON = {
-    **dict.fromkeys({*_MOVES, "cumsum", "sum"}, ("self",)),
-    **dict.fromkeys(("add", "mul", "maximum", "minimum"), ("self", "other")),
-    "embedding": ("weight",),
-    "cat": ("tensors",),
-    "stack": ("tensors",),
-    "where": ("self", "other"),
-    "masked_fill": ("self", "value"),
-}
-_MADE = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"}
-_FULL = {"full", "full_like", "new_full", "scalar_tensor"}
+from moepass.passes.ops.arguments import all_arguments, fill_value, moved_elements
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 
 
 def never_negative(node: Node) -> bool:
@@ -65,23 +44,23 @@ def _read_by(node: Node) -> list[Any] | None:
     if base == "getitem":
         source, place = node.args
         assert isinstance(source, Node)
-        if base_operation(source) in _GIVE_PLACES:
-            return [] if place == 1 else [all_arguments(source)["self"]]
-        return [all_arguments(source)["self"]] if base_operation(source) in _PASS_ON else None
+        if has_trait(source, Trait.INDICES_SECOND) and place == 1:
+            return []
+        return [all_arguments(source)["self"]] if has_trait(source, Trait.INDICES_SECOND, Trait.SPLIT) else None
     if not isinstance(value, torch.Tensor):
         return None
-    if value.dtype is torch.bool or base in _ARE_PLACES | _MADE:
+    if value.dtype is torch.bool or has_trait(node, Trait.INDICES):
         return []
-    if base in CASTS:
+    if has_trait(node, Trait.CAST):
         source = node.all_input_nodes[0]
         # In narrower numbers large ones turn negative.
         is_whole = not fake_value(source).is_floating_point() and value.dtype in (torch.int32, torch.int64)
         return [source] if is_whole else None
     if base == "add" and given.get("alpha", 1) != 1:
         return None
-    if base in _FULL:
-        return [next(one for name, one in given.items() if name in ("fill_value", "s"))]
-    if base in ("arange", "iota"):
+    if has_trait(node, Trait.FILL, Trait.FILL_LIKE):
+        return [fill_value(node)]
+    if has_trait(node, Trait.ARANGE):
         return [given.get("start", 0), given.get("step", 1)]
     if base == "remainder":
         return [given["other"]]  # has the sign of the divisor
@@ -93,8 +72,8 @@ def _read_by(node: Node) -> list[Any] | None:
         return [0 if most is None else most]
     if base in ("clamp", "clamp_max"):
         return [given["self"], 0 if most is None else most]
-    return [one for name in _PASS_ON[base] for one in _each(given[name])] if base in _PASS_ON else None
-
-
-def _each(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    if base == "embedding":
+        return [given["weight"]]
+    if base in ("add", "mul", "maximum", "minimum", "sum", "cumsum"):
+        return [given[name] for name in ("self", "other") if name in given]
+    return moved_elements(node)

@@ -22,12 +22,11 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.nodes import fake_value, is_call, is_view, view_source
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
+from moepass.passes.ops.walk import view_source
 from moepass.passes.tokens.token_flow import TokenFlow
-
-_GEMMS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm_fallback"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ def find_regions(nodes: Sequence[Node], flow: TokenFlow, first_number: int) -> R
         first = [node for node in left if node in wanted]
         order += [*first, *members]
         placed.update(first, members)
-        if any(base_operation(node) in _GEMMS or is_grouped_gemm(node) for node in members):
+        if any(has_trait(node, Trait.MATMUL, Trait.GROUPED_MATMUL) or is_grouped_gemm(node) for node in members):
             number.update(dict.fromkeys(members, first_number))
             first_number += 1
     return Regions(tuple(order), number)

@@ -17,8 +17,8 @@ from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import operation
 from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.ops.traits import operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.rows.row_layout import ratio
 

@@ -17,9 +17,10 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, is_call, is_view, map_nodes, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.traits import is_view
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
 from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type

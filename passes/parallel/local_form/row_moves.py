@@ -6,11 +6,9 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import Collective, collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
-from moepass.passes.graph.operations import base_operation
-from moepass.passes.parallel.match.near_experts import ROW_MOVES
-from moepass.passes.rows.row_operations import MADE, MADE_LIKE
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.parallel.match.near_experts import moves_rows
 
 
 def moved_values(node: Node) -> set[Node]:
@@ -19,9 +17,9 @@ def moved_values(node: Node) -> set[Node]:
     pending, seen = [node], {node}
     while pending:
         current = pending.pop()
-        if current.op == "call_function" and base_operation(current) in MADE | MADE_LIKE | MAKE_EMPTY:
+        if has_trait(current, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY):
             continue
-        if not is_call(current, *ROW_MOVES) and not is_view(current):
+        if not moves_rows(current):
             found.add(current)
             continue
         for used in current.all_input_nodes:

@@ -14,13 +14,12 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, is_accumulating_write
 from moepass.passes.graph.source_lines import named
-from moepass.passes.parallel.match.near_experts import ROW_MOVES
-from moepass.passes.rows.row_operations import MADE, MADE_LIKE
+from moepass.passes.ops.arguments import is_accumulating_write
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.parallel.match.near_experts import moves_rows
 
 aten = torch.ops.aten
 
@@ -100,9 +99,7 @@ def _data_of(node: Node) -> list[Node]:
     collective = collective_of(node)
     if collective is not None:
         return [collective.input]
-    is_move = is_call(node, *ROW_MOVES) or (is_view(node) and not is_call(node, aten.view.dtype))
-    is_move = is_move and not is_accumulating_write(node)
-    if not is_move:
+    if not moves_rows(node) or is_call(node, aten.view.dtype) or is_accumulating_write(node):
         raise NotThisForm(
             f"it casts rows, and computes with them at {named(node)}, so its local form would round otherwise; "
             "expected rows to be moved and cast only, beside the experts"
@@ -112,9 +109,7 @@ def _data_of(node: Node) -> list[Node]:
 
 def _is_constant(node: Node) -> bool:
     """Numbers that are no rows: zeros that rows are put into, and what masks put in their place."""
-    return node.op == "get_attr" or (
-        node.op == "call_function" and base_operation(node) in MADE | MADE_LIKE | MAKE_EMPTY
-    )
+    return node.op == "get_attr" or has_trait(node, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
 
 
 def _is_single(node: Node) -> bool:

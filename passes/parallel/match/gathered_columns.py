@@ -11,14 +11,12 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.blocks.expert_masks import KEEP_VALUES
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import PERMUTATIONS, base_operation, permutation
+from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 
-_VIEWS = {"view", "_unsafe_view", "reshape"}
 # Beyond this a bound of a slice means the end, whatever the size.
 _END = 2**31
 
@@ -57,14 +55,14 @@ class MaskColumns:
     def behind(self, node: Node) -> MaskColumns | None:
         """The same as `node`, which is given it first, gives it; None where that does anything else."""
         base, given = base_operation(node), all_arguments(node)
-        if base in KEEP_VALUES:
+        if has_trait(node, Trait.COPY, Trait.CAST):
             before, after = fake_value(node.all_input_nodes[0]).dtype, fake_value(node).dtype
             return self if before == after else dataclasses.replace(self, types=(*self.types, after))
-        if base in _VIEWS:
+        if has_trait(node, Trait.RESHAPE):
             return self._regrouped(fake_value(node))
         if self.order is Order.FLAT:
             return None
-        if base in PERMUTATIONS:
+        if has_trait(node, Trait.PERMUTE):
             return self._turned() if permutation(node) == [1, 0] else self
         return self._cut(given) if base == "slice" else None
 

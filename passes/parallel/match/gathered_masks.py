@@ -29,11 +29,11 @@ from moepass.passes.blocks.expert_masks import at_most_chosen, gathered_mask
 from moepass.passes.graph.collectives import WAIT, collective_of, communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import fake_value, is_call, mutates
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import base_operation, mutates
 from moepass.passes.parallel.match.gathered_columns import MaskColumns, Order, columns_of
 
 aten, prims = torch.ops.aten, torch.ops.prims

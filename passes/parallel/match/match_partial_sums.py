@@ -11,10 +11,11 @@ from torch.fx import Node
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import Group
+from moepass.passes.ops.traits import is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors

@@ -14,8 +14,10 @@ import torch.distributed._functional_collectives  # defines _wrap_tensor_autogra
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.written_inputs import writes_to_inputs
+from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait, is_view
+from moepass.passes.ops.walk import origin
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -24,18 +26,13 @@ aten, prims = torch.ops.aten, torch.ops.prims
 MOST_NODES = 400
 MOST_NODES_PER_RANK = 32
 
-_MIXING = (
-    aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding, aten.native_layer_norm,
-    aten._fused_rms_norm, aten.rms_norm, aten.layer_norm, aten.rsqrt,
-)  # fmt: skip
-ROW_MOVES = {
-    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
-    aten.masked_select.default, aten.masked_fill.Scalar, aten.where.self, aten.index_put.default,
-    aten.index_copy.default, aten.scatter.src, aten.slice_scatter.default, aten.cat.default, aten.stack.default,
-    aten.constant_pad_nd.default, aten.clone.default, aten.copy.default, aten._to_copy.default,
-    prims.convert_element_type.default, torch.ops._c10d_functional.wait_tensor.default,
-    torch.ops._c10d_functional._wrap_tensor_autograd.default,
-}  # fmt: skip
+_MIXING = (Trait.MATMUL, Trait.GROUPED_MATMUL, Trait.NORM)
+
+
+def moves_rows(node: Node) -> bool:
+    """Return whether `node` moves, copies or casts rows, or some of them, and computes nothing."""
+    is_move = has_trait(node, *MOVES, Trait.CAST) or is_call(node, aten.masked_select.default, aten.copy.default)
+    return is_move or is_view(node)
 
 
 def most_nodes(ranks: int) -> int:
@@ -66,7 +63,8 @@ def first_communication_after(
 
 def keeps_features(node: Node, width: int) -> bool:
     """Nodes between an expert's output and the collective move, mask, weigh and add rows; they do not mix features."""
-    if node.op != "call_function" or getattr(node.target, "overloadpacket", None) in _MIXING:
+    mixes = has_trait(node, *_MIXING) or base_operation(node) in ("mean", "pow", "embedding", "rsqrt")
+    if node.op != "call_function" or mixes:
         return False
     if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(
         _is_row_statistic(used) for used in node.all_input_nodes
@@ -83,9 +81,8 @@ def _features(value: torch.Tensor, node: Node) -> Any:
 
 
 def _is_row_statistic(node: Node) -> bool:
-    while is_view(node) or is_call(node, aten._to_copy.default, prims.convert_element_type.default):
-        node = node.all_input_nodes[0]
-    return is_call(node, aten.rsqrt.default, aten.sqrt.default)
+    source = origin(node, passes=lambda step: is_view(step) or has_trait(step, Trait.CAST))
+    return is_call(source, aten.rsqrt.default, aten.sqrt.default)
 
 
 def is_size(size: Any, number: int) -> bool:
@@ -115,9 +112,7 @@ def _moved_from(start: Node) -> Iterator[Node]:
 
 
 def _passes_on(node: Node) -> bool:
-    if is_call(node, *ROW_MOVES) or is_view(node) or is_call(node, aten.histc.default):
-        return True
-    if communication_of(node) is not None:
+    if moves_rows(node) or is_call(node, aten.histc.default) or communication_of(node) is not None:
         return True
     value = fake_value(node)
     values = value if isinstance(value, (tuple, list)) else (value,)
@@ -135,7 +130,7 @@ def kept_in(arriving: Communication) -> Node | None:
         node = pending.pop()
         if node in holders:
             return holders[node]
-        moved = [user for user in node.users if user in holders or is_call(user, *ROW_MOVES) or is_view(user)]
+        moved = [user for user in node.users if user in holders or moves_rows(user)]
         pending += [user for user in moved if user not in seen]
         seen.update(moved)
     return None

@@ -14,11 +14,10 @@ from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import indexed_dimensions
 from moepass.passes.ir.protocol import Group
+from moepass.passes.ops.arguments import indexed_dimensions, named_arguments
 from moepass.passes.parallel.match.near_experts import is_size
 
 aten = torch.ops.aten

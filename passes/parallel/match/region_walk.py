@@ -17,6 +17,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.near_experts import MOST_NODES
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -114,10 +115,6 @@ def _is_known_length(node: Node) -> bool:
     return is_call(node, aten.sym_size.int) and isinstance(size, torch.SymInt) and not free_unbacked_symbols(size)
 
 
-_SAME_ORDER = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
-
-
-_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 # Types that hold every count.
 _COUNT_TYPES = (torch.int32, torch.int64)
 
@@ -127,12 +124,12 @@ def reshaped(counts: Node) -> Node:
     a rank may read its own sizes from there.
     """
     while True:
-        source = counts.all_input_nodes[0] if is_call(counts, *_SAME_ORDER, *_CASTS) else None
+        source = counts.all_input_nodes[0] if has_trait(counts, Trait.RESHAPE, Trait.CAST) else None
         if source is None:
             return counts
         is_exact = all(fake_value(node).dtype in _COUNT_TYPES for node in (source, counts))
         is_there = fake_value(source).device == fake_value(counts).device
-        if is_call(counts, *_CASTS) and not (is_exact and is_there):
+        if has_trait(counts, Trait.CAST) and not (is_exact and is_there):
             return counts
         counts = source
 

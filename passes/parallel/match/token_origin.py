@@ -5,25 +5,22 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, is_accumulating_write
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops import walk
+from moepass.passes.ops.arguments import is_accumulating_write
+from moepass.passes.ops.traits import Trait, has_trait, is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-# What is made to be filled with rows, or stands beside them.
-_FILLINGS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", *MAKE_EMPTY}
 
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
@@ -94,10 +91,11 @@ def _laid_out(node: Node) -> Node | None:
     return None
 
 
-def _is_filling(node: Any) -> bool:
-    while is_view(node) and not is_call(node, operator.getitem):
-        node = node.all_input_nodes[0]
-    return isinstance(node, Node) and node.op == "call_function" and base_operation(node) in _FILLINGS
+def _is_filling(node: object) -> bool:
+    """Return whether `node` is memory that rows are written to, or that stands next to them."""
+    assert isinstance(node, Node)
+    source = walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM))
+    return has_trait(source, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
 
 
 def is_id_arithmetic(node: Node) -> Node | None:

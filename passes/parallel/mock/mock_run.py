@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.scenarios import Scenario
@@ -218,7 +217,7 @@ class MockRun:
         if is_call(node, WAIT):
             return args[0]
         value = node.target(*_doubled(args), **_doubled(kwargs))  # type: ignore[operator]
-        if base_operation(node) in MAKE_EMPTY:
+        if has_trait(node, Trait.EMPTY):
             _spoil(value)
         return value
 

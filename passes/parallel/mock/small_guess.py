@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import UNNAMED, replace_numbers
-from moepass.passes.graph.nodes import fake_value, is_call, map_nodes
+from moepass.passes.graph.nodes import fake_value, map_nodes
+from moepass.passes.ops.arguments import UNNAMED, replace_numbers
+from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.parallel_block import bias_after
 from moepass.passes.parallel.mock.mock_run import (
     Answer,
@@ -47,10 +48,6 @@ _USES = {
 }
 # Arguments among these that are lists in which equal numbers mean the same.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
-_CREATIONS = {
-    aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default, aten.arange.default, torch.ops.prims.iota.default,
-}  # fmt: skip
 _MOST_COMBINATIONS = 64
 _MOST_RUNS = 24
 
@@ -266,7 +263,7 @@ class _GuessingRun(MockRun):
         value = fake_value(node)
         if not isinstance(value, torch.Tensor) or node in self.local.sized:
             return True
-        if is_call(node, *_CREATIONS) and value.dim() == 1:
+        if has_trait(node, Trait.FILL, Trait.ARANGE) and value.dim() == 1:
             # What is made for each expert is counted by expert; a single number is one that ranks agree on.
             size = value.shape[0]
             return name == "fill_value" and isinstance(size, int) and size == 1

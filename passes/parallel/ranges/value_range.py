@@ -20,7 +20,6 @@ from torch.fx import Node
 _HOLDS = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-COMPARISONS = frozenset(_HOLDS)
 
 
 class Kind(enum.IntEnum):

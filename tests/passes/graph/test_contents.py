@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moepass.passes.graph.contents import fill_number, is_arange
+from moepass.passes.ops.arguments import fill_number, is_arange
 
 
 def _made(make: Callable[[torch.Tensor], torch.Tensor]) -> Node:
