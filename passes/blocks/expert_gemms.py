@@ -26,7 +26,7 @@ from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, in_wo
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
 from moepass.passes.ops.traits import is_view
-from moepass.passes.ops.walk import view_source
+from moepass.passes.ops.walk import origin, view_source
 
 aten = torch.ops.aten
 
@@ -132,12 +132,8 @@ def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
 
 
 def _weight_source(node: Node) -> Node:
-    """The node through which a weight enters, all views skipped; but an element of a gather counts as a tensor of its
-    own.
-    """
-    while gather_of(node) is None and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+    """Return the node behind all views of a weight; an element of a gather counts as a tensor of its own."""
+    return origin(node, passes=lambda step: gather_of(step) is None and is_view(step))
 
 
 def is_expert_weight(node: Node) -> bool:

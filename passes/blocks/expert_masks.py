@@ -11,7 +11,7 @@ from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ops.arguments import all_arguments, fill_number, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
-from moepass.passes.ops.walk import origin, sources
+from moepass.passes.ops.walk import first_inputs, origin
 
 aten = torch.ops.aten
 
@@ -32,14 +32,14 @@ class Mask:
 
 
 def chosen_experts(node: Node) -> Mask | None:
-    """`node` as a mask of all chosen experts; None where it is none, or where that cannot be told."""
+    """Return `node` as a mask of all chosen experts, or None if that is not known."""
     is_turned = False
     while True:
-        base, given = base_operation(node), all_arguments(node)
+        base, arguments = base_operation(node), all_arguments(node)
         if has_trait(node, Trait.PERMUTE) and fake_value(node).dim() == 2:
             is_turned ^= permutation(node) == [1, 0]
         elif base == "ne":
-            if given["other"] != 0:
+            if arguments["other"] != 0:
                 return None
         elif not has_trait(node, *_SAME):
             break
@@ -49,7 +49,7 @@ def chosen_experts(node: Node) -> Mask | None:
 
 
 def gathered_mask(node: Node) -> Collective | None:
-    """The AllGather of a mask [tokens, experts] of chosen experts that `node` is; None for anything else."""
+    """Return the collective of `node` if it gathers a mask [tokens, experts] of chosen experts, or None."""
     collective = collective_of(node)
     if collective is None or collective.kind != "all_gather" or fake_value(collective.input).dim() != 2:
         return None
@@ -58,7 +58,7 @@ def gathered_mask(node: Node) -> Collective | None:
 
 
 def at_most_chosen(node: Node) -> Mask | None:
-    """As `chosen_experts`, and a mask of truths that leaves some of them out, as those beyond a capacity."""
+    """Return `node` as a mask of chosen experts that may leave some of them out, as those beyond a capacity."""
     mask = chosen_experts(node)
     if mask is not None or fake_value(node).dtype is not torch.bool:
         return mask
@@ -68,29 +68,29 @@ def at_most_chosen(node: Node) -> Mask | None:
     # A product of 0 and an infinite number is not 0.
     if not has_trait(node, Trait.AND) or fake_value(node).is_floating_point():
         return None
-    for part in node.all_input_nodes:
-        found = chosen_experts(part) if str(fake_value(part).shape) == shape else None
-        if found is not None:
-            return dataclasses.replace(found, is_partial=True)
+    for operand in node.all_input_nodes:
+        mask = chosen_experts(operand) if str(fake_value(operand).shape) == shape else None
+        if mask is not None:
+            return dataclasses.replace(mask, is_partial=True)
     return None
 
 
 def _ids_of_mask(node: Node) -> Node | None:
-    """The ids [tokens, k] that `node` [tokens, experts] has ones at, and zeros elsewhere."""
+    """Return the ids [tokens, k] at which `node` [tokens, experts] is 1, if it is 0 elsewhere."""
     if node.op != "call_function" or not is_call(node, aten.scatter.value):
         return None
-    given = all_arguments(node)
-    is_zero = fill_number(origin(given["self"], *_SAME)) == 0
-    ids = given["index"]
-    if not is_zero or given["dim"] % 2 != 1 or given["value"] != 1 or fake_value(ids).dim() != 2:
+    arguments = all_arguments(node)
+    is_zero = fill_number(origin(arguments["self"], *_SAME)) == 0
+    ids = arguments["index"]
+    if not is_zero or arguments["dim"] % 2 != 1 or arguments["value"] != 1 or fake_value(ids).dim() != 2:
         return None
-    rows = [str(fake_value(one).shape[0]) for one in (node, ids)]
+    rows = [str(fake_value(tensor).shape[0]) for tensor in (node, ids)]
     return ids if rows[0] == rows[1] else None  # else the last tokens have no experts
 
 
 def _are_different(ids: Node) -> bool:
-    """True where a top-k of each row gives `ids`."""
-    *steps, ids = sources(ids, lambda step: has_trait(step, *_SAME))
+    """Return whether `ids` are those of a top-k of each row."""
+    *steps, ids = first_inputs(ids, lambda step: has_trait(step, *_SAME))
     if any(fake_value(step).dtype not in (torch.int64, torch.int32) for step in steps):
         return False  # two experts may be one in it
     if base_operation(ids) != "getitem" or ids.args[1] != 1:

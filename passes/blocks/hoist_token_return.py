@@ -34,6 +34,7 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ops.arguments import is_arange
 from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors
 
 aten = torch.ops.aten
 
@@ -133,16 +134,16 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _row_work_for(chain: tuple[Node, ...]) -> set[Node]:
-    """`chain`, and what else a tile may compute for it: lookups and pointwise operations that nothing else reads."""
-    found = set(chain)
-    pending = list(chain)
-    while pending:
-        for used in pending.pop().all_input_nodes:
-            is_row_work = is_call(used, aten.index.Tensor, aten.unsqueeze.default) or _is_pointwise(used)
-            if used not in found and is_row_work and set(used.users) <= found:
-                found.add(used)
-                pending.append(used)
-    return found
+    """Return `chain`, and the lookups and pointwise operations that only these nodes read: a tile may compute them."""
+    row_work = set(chain)
+
+    def is_row_work(node: Node) -> bool:
+        is_known = is_call(node, aten.index.Tensor, aten.unsqueeze.default) or _is_pointwise(node)
+        return is_known and set(node.users) <= row_work
+
+    for node in ancestors(*chain, follow=is_row_work):
+        row_work.add(node)
+    return row_work
 
 
 def _hoist(begin: Node, gemm: Node) -> bool:
@@ -153,13 +154,9 @@ def _hoist(begin: Node, gemm: Node) -> bool:
     place = positions(gemm.graph)
     back = _return_of(chain)
     row_work = _row_work_for(chain)
-    needed = {*chain, *(used for used in (back.order, *back.places.all_input_nodes) if place[used] > place[gemm])}
-    pending = list(needed)
-    while pending:
-        for used in pending.pop().all_input_nodes:
-            if used not in (gemm, *needed, *back.making_inverse) and place[used] > place[gemm]:
-                needed.add(used)
-                pending.append(used)
+    behind = [used for used in (back.order, *back.places.all_input_nodes) if place[used] > place[gemm]]
+    kept = {gemm, *back.making_inverse}
+    needed = set(ancestors(*chain, *behind, follow=lambda used: used not in kept and place[used] > place[gemm]))
     before = sorted(needed - row_work, key=place.__getitem__)
     if any(place[used] >= place[begin] and used not in before for node in before for used in node.all_input_nodes):
         return False

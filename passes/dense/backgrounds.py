@@ -28,6 +28,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.ops.arguments import all_arguments, fill_number
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
+from moepass.passes.ops.walk import origin
 from moepass.passes.rows.row_layout import Layout, features, size_of
 
 aten = torch.ops.aten
@@ -267,28 +268,23 @@ def _stretched(dimension: Any, size: Any) -> Any:
 
 
 def _before_views(node: Node, front: int) -> Node:
-    """What `node` shows some of: whole numbers, cast and viewed, or one of several of each place.
+    """Return the integers that `node` casts, views, or of which it takes a part behind the first `front` dimensions."""
 
-    The first `front` dimensions stay.
-    """
-    while node.op == "call_function":
-        base = base_operation(node)
-        source = node.all_input_nodes[0] if node.all_input_nodes else node
+    def is_shown(step: Node) -> bool:
+        source = step.all_input_nodes[0] if step.all_input_nodes else step
         value = fake_value(source)
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
-            return node
-        shapes = [[size_expression(size) for size in fake_value(one).shape] for one in (node, source)]
-        if has_trait(node, Trait.CAST, Trait.COPY):
-            is_shown = True
-        elif base in ("unsqueeze", "view", "reshape", "_unsafe_view"):
-            is_shown = [size for size in shapes[0] if size != 1] == [size for size in shapes[1] if size != 1]
-        else:
-            dim = all_arguments(node).get("dim", 0) % value.dim()
-            is_shown = base in ("select", "slice") and (dim == front or shapes[0] == shapes[1])
-        if not is_shown or shapes[0][:front] != shapes[1][:front]:
-            return node
-        node = source
-    return node
+            return False
+        before, after = ([*map(size_expression, fake_value(node).shape)] for node in (source, step))
+        if before[:front] != after[:front]:
+            return False
+        if has_trait(step, Trait.RESHAPE):
+            return [size for size in before if size != 1] == [size for size in after if size != 1]
+        is_part = base_operation(step) in ("select", "slice")
+        is_part = is_part and (before == after or all_arguments(step).get("dim", 0) % value.dim() == front)
+        return is_part or has_trait(step, Trait.CAST, Trait.COPY)
+
+    return origin(node, passes=is_shown)
 
 
 def _constant(node: Node) -> Number | None:

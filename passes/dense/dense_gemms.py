@@ -9,7 +9,8 @@ grouped    a grouped GEMM of [experts · places, in] where all experts have as m
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
 import sympy
 import torch
@@ -21,8 +22,8 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ops.arguments import all_arguments, permutation
 from moepass.passes.ops.traits import Trait, has_trait
-from moepass.passes.ops.walk import sources
-from moepass.passes.rows.row_layout import Layout, features
+from moepass.passes.ops.walk import first_inputs
+from moepass.passes.rows.row_layout import Layout, features, regrouped
 
 aten = torch.ops.aten
 
@@ -123,18 +124,19 @@ def _kind(batch: list[int], inner: list[int], outer: list[int]) -> str | None:
 
 
 def _ways_back(node: Node) -> list[tuple[Node, list[list[int]]]]:
-    """What `node` is the same elements of, the furthest first: and of each dimension which of its dimensions it is."""
+    """Return the tensors that have the elements of `node`, the furthest first, with the labels of its dimensions."""
     chain = _chain(node)
     found = []
     for start, source in enumerate(chain):
-        labels = _labels(source, chain[start + 1 :])
-        if labels is not None:
+        shape = getattr(fake_value(source), "shape", ())
+        are_known = all(isinstance(size, int) and size > 1 for size in shape)
+        if are_known and (labels := labels_behind(chain[start:])) is not None:
             found.append((source, labels))
     return found
 
 
 def _chain(node: Node) -> list[Node]:
-    return [*sources(node, _moves)][::-1]
+    return [*first_inputs(node, _moves)][::-1]
 
 
 def _moves(node: Node) -> bool:
@@ -144,27 +146,19 @@ def _moves(node: Node) -> bool:
     return has_trait(node, Trait.RESHAPE, Trait.COPY, Trait.PERMUTE)
 
 
-def _labels(source: Node, steps: list[Node]) -> list[list[int]] | None:
-    """For each dimension behind `steps`, which dimensions of `source` it is, outermost first; None where one is cut."""
-    shape = getattr(fake_value(source), "shape", ())
-    if not all(isinstance(size, int) and size > 1 for size in shape):
-        return None
-    found = [[dim] for dim in range(len(shape))]
-    for node in steps:
+def labels_behind(chain: Sequence[Node]) -> list[list[int]] | None:
+    """Return the dimensions of the first of `chain` that each dimension of the last consists of, outermost first.
+
+    Dimensions of one element are left out. None if a dimension is cut.
+    """
+    shape = fake_value(chain[0]).shape
+    labels = [[dim] if size_expression(size) != 1 else [] for dim, size in enumerate(shape)]
+    for node in chain[1:]:
         if has_trait(node, Trait.PERMUTE):
-            found = [found[dim] for dim in permutation(node)]
+            labels = [labels[dim] for dim in permutation(node)]
         elif has_trait(node, Trait.RESHAPE):
-            pending = [label for labels in found for label in labels]
-            found = []
-            for size in fake_value(node).shape:
-                labels: list[int] = []
-                product: Any = 1
-                while product != size and pending:
-                    labels.append(pending.pop(0))
-                    product *= shape[labels[-1]]
-                if product != size:
-                    return None
-                found.append(labels)
-            if pending:
+            regrouped_labels = regrouped(itertools.chain(*labels), shape.__getitem__, fake_value(node).shape)
+            if regrouped_labels is None:
                 return None
-    return found
+            labels = [list(group) for group in regrouped_labels]
+    return labels

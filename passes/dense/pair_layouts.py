@@ -18,6 +18,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, nodes_in
 from moepass.passes.ops.arguments import all_arguments, is_arange, named_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
+from moepass.passes.ops.walk import first_inputs
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
 
 aten = torch.ops.aten
@@ -234,8 +235,7 @@ def _joined_back(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | 
 
 def is_counting(node: Any) -> bool:
     """True for 0, 1, 2, .. along the one dimension that has more than one element."""
-    while isinstance(node, Node) and fake_value(node).dtype in (torch.int32, torch.int64):
-        if not has_trait(node, Trait.RESHAPE, Trait.COPY, Trait.CAST):
-            return is_arange(node)
-        node = node.all_input_nodes[0]
-    return False
+    if not isinstance(node, Node):
+        return False
+    *steps, source = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY, Trait.CAST))
+    return is_arange(source) and all(fake_value(step).dtype in (torch.int32, torch.int64) for step in steps)

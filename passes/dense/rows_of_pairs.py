@@ -32,7 +32,9 @@ from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import grouped_gemm_for
 from moepass.passes.ops.arguments import all_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
+from moepass.passes.ops.walk import ancestors, first_inputs
 from moepass.passes.rows.row_layout import Layout, Part
+from moepass.passes.rows.row_rules import several
 
 aten = torch.ops.aten
 
@@ -152,32 +154,21 @@ class RowsOfPairs:
 
     def _check_not_computed(self, node: Node) -> None:
         """Raises NotThisForm where a GEMM of the same experts gives what `node` is computed of, as it seems."""
-        pending, seen = [node], {node}
-        while pending:
-            current = pending.pop()
-            gemm = dense_gemm(current)
+
+        def is_of_experts(used: Node) -> bool:
+            tensors = [value for value in several(fake_value(used)) if isinstance(value, torch.Tensor)]
+            return any(size_expression(size) == self.pairs.experts for value in tensors for size in value.shape)
+
+        for gemm in map(dense_gemm, ancestors(node, follow=is_of_experts)):
             if gemm is not None and Pairs(gemm.experts, gemm.places) == self.pairs:
                 self._refuse(node, "is computed of what all experts give, in another way than pair by pair")
-            for used in current.all_input_nodes:
-                value = fake_value(used)
-                values = value if isinstance(value, (tuple, list)) else (value,)
-                is_of_experts = any(
-                    isinstance(one, torch.Tensor) and self.pairs.experts in [*map(size_expression, one.shape)]
-                    for one in values
-                )
-                if used not in seen and is_of_experts:
-                    seen.add(used)
-                    pending.append(used)
 
     def _viewed(self, node: Node, shape: list[Any]) -> Node:
         """`node` in another shape: what it is a view of, where that has it."""
         wanted = [*map(size_expression, shape)]
-        origin = node
-        while has_trait(origin, Trait.RESHAPE) or has_trait(origin, Trait.COPY):
-            origin = origin.all_input_nodes[0]
-            if [*map(size_expression, fake_value(origin).shape)] == wanted:
-                return origin
-        return self.writer.viewed(node, shape)
+        _, *viewed = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY))
+        same = (source for source in viewed if [*map(size_expression, fake_value(source).shape)] == wanted)
+        return next(same, None) or self.writer.viewed(node, shape)
 
     @property
     def _expert_share(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -10,6 +11,7 @@ from torch.fx import Node
 from moepass.passes.graph.nodes import fake_value, is_call, nodes_in
 from moepass.passes.ops.arguments import is_arange, named_arguments
 from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import first_inputs
 
 aten = torch.ops.aten
 
@@ -34,7 +36,7 @@ def _unread_argument(node: Node) -> Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     first = node.args[0]
-    return first if has_trait(node, Trait.SIZES_ONLY) or _overwrites(node, first) else None
+    return first if has_trait(node, Trait.SIZES_ONLY, Trait.REFILL) or _overwrites(node, first) else None
 
 
 def _overwrites(node: Node, first: Node) -> bool:
@@ -63,16 +65,16 @@ def _is_permutation_index(index: Node, written: Node) -> bool:
     value, target = fake_value(index), fake_value(written)
     if value.dim() != 1 or target.dim() == 0 or str(value.shape[0]) != str(target.shape[0]):
         return False
-    node = index
+
+    def has_same_numbers(step: Node) -> bool:
+        is_same = has_trait(step, Trait.COPY, Trait.CAST, Trait.RESHAPE)
+        return is_same and _have_equal_sizes(step, step.all_input_nodes[0])
+
     # Smaller integer types may not represent all positions.
-    while fake_value(node).dtype in (torch.int64, torch.int32):
-        if _is_order(node):
-            return True
-        is_same = has_trait(node, Trait.COPY, Trait.CAST, Trait.RESHAPE)
-        if not is_same or not _have_equal_sizes(node, node.all_input_nodes[0]):
-            return False
-        node = node.all_input_nodes[0]
-    return False
+    integers = itertools.takewhile(
+        lambda step: fake_value(step).dtype in (torch.int64, torch.int32), first_inputs(index, has_same_numbers)
+    )
+    return any(map(_is_order, integers))
 
 
 def _is_order(node: Node) -> bool:

@@ -35,6 +35,7 @@ from moepass.passes.loops.known_totals import (
 )
 from moepass.passes.ops.arguments import all_arguments, fill_number
 from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
+from moepass.passes.ops.walk import origin
 
 aten = torch.ops.aten
 
@@ -128,15 +129,16 @@ def _reads_of_sums(graph: Graph, added: Node) -> Iterator[list[Node]]:
 
 
 def _added_up(node: Node) -> Node:
-    """Numbers that add up to the same as those of `node`; none of the steps between them takes a narrower type."""
-    while fake_value(node).dtype in (torch.int32, torch.int64):
-        if not has_trait(node, *_SAME_NUMBERS) and operation(node) != "sum.dim_IntList":
-            break
-        before = node.all_input_nodes[0]
-        if fake_value(before).dtype not in (torch.bool, torch.int32, fake_value(node).dtype):
-            break
-        node = before
-    return node
+    """Return a tensor whose sum is that of `node`; no step between them has a narrower dtype."""
+
+    def keeps_sum(step: Node) -> bool:
+        dtype = fake_value(step).dtype
+        if dtype not in (torch.int32, torch.int64):
+            return False
+        is_sum = has_trait(step, *_SAME_NUMBERS) or operation(step) == "sum.dim_IntList"
+        return is_sum and fake_value(step.all_input_nodes[0]).dtype in (torch.bool, torch.int32, dtype)
+
+    return origin(node, passes=keeps_sum)
 
 
 def _is_count(node: Node) -> bool:

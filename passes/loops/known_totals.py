@@ -29,6 +29,7 @@ from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, m
 from moepass.passes.masks.chosen_rows import chosen_by_top_k
 from moepass.passes.ops.arguments import all_arguments, fill_number, is_arange
 from moepass.passes.ops.traits import Trait, has_trait, is_view, mutates
+from moepass.passes.ops.walk import first_inputs, origin
 
 aten = torch.ops.aten
 
@@ -172,10 +173,10 @@ def place_of_number(select: Node) -> int:
 
 def known_total(counts: Node, experts: int) -> sympy.Expr | None:
     """What `counts` [experts] add up to, where that is known; none of them is below zero."""
-    while has_trait(counts, Trait.CAST, Trait.COPY):
-        counts = counts.all_input_nodes[0]
-        if fake_value(counts).dtype not in (torch.int32, torch.int64, torch.float32):
-            return None
+    _, *casts = first_inputs(counts, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
+    if any(fake_value(step).dtype not in (torch.int32, torch.int64, torch.float32) for step in casts):
+        return None
+    counts = casts[-1] if casts else counts
     if is_call(counts, aten.histc.default):
         given = all_arguments(counts)
         is_whole = given["bins"] == experts and given["min"] == 0 and given["max"] in (experts - 1, experts)
@@ -198,8 +199,7 @@ def known_total(counts: Node, experts: int) -> sympy.Expr | None:
         ids = fake_value(mask.ids)
         # Whole numbers, or truths: none is rounded.
         return _elements(mask.ids) if not value.is_floating_point() and ids.dim() == 2 else None
-    while has_trait(of, Trait.CAST, Trait.COPY):
-        of = of.all_input_nodes[0]
+    of = origin(of, Trait.CAST, Trait.COPY)
     if not is_call(of, aten.eq.Tensor) or value.is_floating_point():
         return None
     for ids, numbers in (of.args, of.args[::-1]):

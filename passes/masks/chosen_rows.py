@@ -26,6 +26,7 @@ from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ops.arguments import all_arguments, is_arange, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import first_inputs
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -187,13 +188,12 @@ def chosen_by_top_k(node: object) -> Chosen | None:
 
     Ids [tokens, k], or all of them in the order of tokens, [tokens · k], each of which counts as a token then.
     """
-    while isinstance(node, Node) and node.op == "call_function":
-        if not isinstance(fake_value(node), torch.Tensor) or fake_value(node).dtype not in _ID_TYPES:
-            return None
-        if not has_trait(node, Trait.CAST, Trait.COPY):
-            break
-        node = node.all_input_nodes[0]
-    if not isinstance(node, Node) or node.op != "call_function":
+    if not isinstance(node, Node):
+        return None
+    *casts, node = first_inputs(node, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
+    if node.op != "call_function" or any(
+        getattr(fake_value(step), "dtype", None) not in _ID_TYPES for step in (*casts, node)
+    ):
         return None
     if fake_value(node).dim() == 1 and has_trait(node, Trait.RESHAPE):
         source = chosen_by_top_k(node.args[0])

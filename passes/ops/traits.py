@@ -59,6 +59,8 @@ class Trait(enum.Enum):
     ARANGE = enum.auto()
     # The operator reads only size and type of its source.
     SIZES_ONLY = enum.auto()
+    # The result is new, in the shape of the source: a number that another argument may hold, or zero.
+    REFILL = enum.auto()
     # Part of the result is uninitialised.
     UNINITIALISED = enum.auto()
     # Each element of the result depends only on the elements of tensors that broadcast to its position.
@@ -95,6 +97,8 @@ class Trait(enum.Enum):
     ATTENTION = enum.auto()
     # The result is a size of the source.
     SIZE = enum.auto()
+    # None of the above; the operator costs only the memory traffic of its operands and results.
+    TRAFFIC = enum.auto()
 
 
 T = Trait
@@ -133,7 +137,7 @@ _TABLE: tuple[tuple[str, tuple[Trait, ...]], ...] = (
     ("zeros ones full scalar_tensor", (T.FILL,)),
     ("new_zeros new_ones new_full", (T.FILL, T.SIZES_ONLY)),
     ("zeros_like ones_like full_like", (T.FILL_LIKE, T.SIZES_ONLY)),
-    ("fill zero", (T.SIZES_ONLY,)),
+    ("fill zero", (T.REFILL,)),
     ("empty empty_permuted empty_strided", (T.EMPTY, T.UNINITIALISED)),
     ("empty_like new_empty new_empty_strided", (T.EMPTY, T.UNINITIALISED, T.SIZES_ONLY)),
     (
@@ -154,7 +158,8 @@ _TABLE: tuple[tuple[str, tuple[Trait, ...]], ...] = (
     ("sum", (T.REDUCE, T.SUM, T.ALONG)),
     ("mean amax amin prod any all logsumexp linalg_vector_norm", (T.REDUCE, T.ALONG)),
     ("argmax argmin", (T.REDUCE, T.INDICES, T.ALONG)),
-    ("max min median nanmedian kthvalue mode", (T.REDUCE, T.INDICES_SECOND, T.ALONG)),
+    ("max min", (T.REDUCE, T.INDICES_SECOND, T.ALONG)),
+    ("median nanmedian kthvalue mode", (T.INDICES_SECOND, T.ALONG)),
     ("max.other min.other", (T.BOUND, T.ELEMENTWISE)),
     ("var std var_mean std_mean norm", (T.REDUCE, T.ALONG)),
     ("cumsum", (T.SCAN, T.SUM, T.ALONG)),
@@ -182,6 +187,15 @@ _TABLE: tuple[tuple[str, tuple[Trait, ...]], ...] = (
     ),
     ("sym_size sym_numel sym_stride", (T.SIZE, T.SIZES_ONLY)),
     ("sym_storage_offset", (T.SIZES_ONLY,)),
+    (
+        "_assert_async _assert_scalar _local_scalar_dense aminmax bucketize complex diagonal_copy expand_copy eye "
+        "index_fill isin linspace masked_scatter multinomial native_batch_norm nonzero nonzero_static one_hot "
+        "permute_copy polar rand rand_like randint randn randn_like randperm range reflection_pad1d repeat_interleave "
+        "rsub scatter_reduce searchsorted select_copy slice_copy split_copy split_with_sizes_copy squeeze_copy tensor "
+        "transpose_copy tril tril_indices triu triu_indices unbind_copy unique_consecutive unsafe_index "
+        "unsafe_index_put unsqueeze_copy view_copy",
+        (T.TRAFFIC,),
+    ),
 )
 
 

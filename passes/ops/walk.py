@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TypeVar
 
 from torch.fx import Node
 
 from moepass.passes.ops.traits import Trait, has_trait, is_view
 
+T = TypeVar("T", bound=Hashable)
 Predicate = Callable[[Node], bool]
 
 
 def walk(
-    starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]], most: float = float("inf")
-) -> Iterator[Node]:
-    """Yield `starts` and all nodes that lead on from them by `neighbours`, each once, nearest first.
+    starts: Iterable[T],
+    neighbours: Callable[[T], Iterable[T]],
+    follow: Callable[[T], bool] | None = None,
+    most: float = float("inf"),
+) -> Iterator[T]:
+    """Yield `starts` and everything that leads on from them by `neighbours`, each once, nearest first.
 
-    The neighbours of a node are asked for after it was yielded. The walk ends as soon as it has met `most` nodes.
+    The walk meets only neighbours for which `follow` is True, and at most `most` nodes. The neighbours of a node are
+    asked for after it was yielded.
     """
     seen = dict.fromkeys(starts)
     pending = deque(seen)
-    while pending and len(seen) < most:
+    while pending:
         node = pending.popleft()
         yield node
         for neighbour in neighbours(node):
-            if neighbour not in seen:
+            if neighbour not in seen and len(seen) < most and (follow is None or follow(neighbour)):
                 seen[neighbour] = None
                 pending.append(neighbour)
 
@@ -35,29 +41,20 @@ def ancestors(
 ) -> Iterator[Node]:
     """Yield `starts` and the nodes that they are computed from, each once, nearest first.
 
-    The walk meets only nodes for which `follow` is True. It yields nodes for which `stop` is True, but does not go
-    beyond them.
+    The walk meets only nodes for which `follow` is True, and at most `most` nodes. It yields nodes for which `stop` is
+    True, but does not go beyond them.
     """
-    return walk(starts, _neighbours(lambda node: node.all_input_nodes, follow, stop), most)
+    return walk(starts, lambda node: () if stop is not None and stop(node) else node.all_input_nodes, follow, most)
 
 
 def descendants(
     *starts: Node, follow: Predicate | None = None, stop: Predicate | None = None, most: float = float("inf")
 ) -> Iterator[Node]:
     """Yield `starts` and the nodes that are computed from them, as `ancestors` does."""
-    return walk(starts, _neighbours(lambda node: node.users, follow, stop), most)
+    return walk(starts, lambda node: () if stop is not None and stop(node) else node.users, follow, most)
 
 
-def _neighbours(
-    neighbours: Callable[[Node], Iterable[Node]], follow: Predicate | None, stop: Predicate | None
-) -> Callable[[Node], Iterable[Node]]:
-    def allowed(node: Node) -> Iterable[Node]:
-        return () if stop is not None and stop(node) else filter(follow, neighbours(node))
-
-    return allowed
-
-
-def sources(node: Node, passes: Predicate) -> Iterator[Node]:
+def first_inputs(node: Node, passes: Predicate) -> Iterator[Node]:
     """Yield `node`, its first input, the first input of that, .., up to the first node for which `passes` is False."""
     yield node
     while node.all_input_nodes and passes(node):
@@ -67,7 +64,7 @@ def sources(node: Node, passes: Predicate) -> Iterator[Node]:
 
 def origin(node: Node, *traits: Trait, passes: Predicate | None = None) -> Node:
     """Return the first of `node`, its first input, .. that has none of `traits`, or for which `passes` is False."""
-    for source in sources(node, passes or (lambda step: has_trait(step, *traits))):
+    for source in first_inputs(node, passes or (lambda step: has_trait(step, *traits))):
         node = source
     return node
 

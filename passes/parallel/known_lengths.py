@@ -20,6 +20,7 @@ from moepass.passes.graph.graph_writer import erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors, descendants
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 aten = torch.ops.aten
@@ -67,21 +68,10 @@ def _only_a_run_tells(node: Node) -> bool:
 
 
 def _factors(product: Node) -> Iterator[Node]:
-    pending = [product]
-    while pending:
-        node = pending.pop()
-        yield node
-        if is_call(node, operator.mul):
-            pending += node.all_input_nodes
+    return ancestors(product, stop=lambda node: not is_call(node, operator.mul))
 
 
 def _brought(block: ParallelBlock) -> set[Node]:
-    """What depends on the results of the block's exchanges, and not on its own result."""
-    found: set[Node] = set()
-    pending = [exchange.node for exchange in block.exchanges]
-    while pending:
-        node = pending.pop()
-        if node not in found and node is not block.sink:
-            found.add(node)
-            pending += node.users
-    return found
+    """Return the nodes that depend on the results of the block's exchanges, and not on its own result."""
+    exchanges = [exchange.node for exchange in block.exchanges]
+    return set(descendants(*exchanges, follow=lambda user: user is not block.sink)) - {block.sink}

@@ -8,13 +8,14 @@ one row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import sympy
 
 from moepass.passes.graph.input_sizes import size_expression
 
+T = TypeVar("T")
 # Of a share of rows: for each time that rows were taken apart, into what, and which of the two this is.
 Share = tuple[tuple[str, int], ...]
 
@@ -227,3 +228,18 @@ def broadcast(layouts: Iterable[Layout], shape: Sequence[Any]) -> Layout | None:
             return None
     found = Layout(tuple(dimensions))
     return found if all(layout.shares == found.shares for layout in layouts) else None
+
+
+def regrouped(factors: Iterable[T], size: Callable[[T], Any], shape: Iterable[Any]) -> list[tuple[T, ...]] | None:
+    """Return the consecutive `factors` that make up each dimension of `shape`, or None if a factor would be cut."""
+    rest, dimensions = list(factors), []
+    for wanted in map(size_expression, shape):
+        count, product = 0, sympy.Integer(1)
+        while product != wanted and count < len(rest):
+            product = sympy.expand(product * size_expression(size(rest[count])))
+            count += 1
+        if product != wanted:
+            return None
+        dimensions.append(tuple(rest[:count]))
+        del rest[:count]
+    return None if rest else dimensions

@@ -33,6 +33,7 @@ from moepass.passes.ir.plan import MoEBlock
 from moepass.passes.ir.segment import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, ROUTER
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, acquire, gather
 from moepass.passes.ops.traits import Trait, has_trait, is_view
+from moepass.passes.ops.walk import descendants
 
 aten = torch.ops.aten
 
@@ -126,11 +127,7 @@ def _met_at(
 
 def _is_alone(gemm: Node, weights: set[Node]) -> bool:
     """Return whether everything after `gemm` depends only on its results, weights, indices and masks."""
-    reached, pending = {gemm}, [gemm]
-    while pending:
-        new = [user for user in pending.pop().users if user not in reached and user.op != "output"]
-        reached.update(new)
-        pending.extend(new)
+    reached = set(descendants(gemm, follow=lambda user: user.op != "output"))
     further_inputs = {used for node in reached - {gemm} for used in node.all_input_nodes} - reached - weights
     values = [fake_value(node) for node in further_inputs]
     return not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)

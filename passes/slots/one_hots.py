@@ -27,6 +27,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.arguments import all_arguments, fill_number, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.rows.row_layout import regrouped
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -325,17 +326,8 @@ class MaskReader:
 
     def _regrouped(self, node: Node, parts: list[MaskPart]) -> tuple[Dimension, ...]:
         """The same parts in the dimensions of another shape."""
-        pending, dimensions = list(parts), []
-        for size in fake_value(node).shape:
-            taken: list[MaskPart] = []
-            product = size_expression(1)
-            while product != size_expression(size):
-                if not pending:
-                    self._refuse(node, "cuts a dimension of a mask")
-                taken.append(pending.pop(0))
-                product = (product * size_expression(taken[-1].size)).expand()
-            dimensions.append(tuple(taken))
-        if pending:
+        dimensions = regrouped(parts, lambda part: part.size, fake_value(node).shape)
+        if dimensions is None:
             self._refuse(node, "cuts a dimension of a mask")
         return tuple(dimensions)
 

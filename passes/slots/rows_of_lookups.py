@@ -21,6 +21,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
 from moepass.passes.rows.row_rules import Layouts, RowRules, fits, several
 from moepass.passes.rows.rows_in_front import features_behind
@@ -29,21 +30,14 @@ from moepass.passes.rows.rows_in_front import features_behind
 
 
 def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
-    """What `end` is computed by of `starts`, and those of them that it needs, in order."""
+    """Return the nodes by which `end` is computed from `starts`, and the `starts` that it needs, in order."""
     depends = set(starts)
     for node in end.graph.nodes:
         if any(used in depends for used in node.all_input_nodes):
             depends.add(node)
         if node is end:
             break
-    found: set[Node] = set()
-    pending = [end]
-    while pending:
-        node = pending.pop()
-        if node in depends and node not in found:
-            found.add(node)
-            pending += [] if node in starts else node.all_input_nodes
-    return sorted(found)
+    return sorted(ancestors(end, follow=depends.__contains__, stop=starts.__contains__)) if end in depends else []
 
 
 class RowsOfLookups(RowRules):

@@ -65,7 +65,7 @@ def _moves_or_adds(node: Node) -> bool:
 
 
 def _check_readers(block: ParallelBlock, local: LocalForm, gemms: set[Node]) -> None:
-    """The activation function is copied, whatever it computes, so only the GEMMs after it may read its values."""
+    """Raise NotThisForm if anything but the GEMMs after it reads the activation function, which is copied unread."""
     region, inside = set(block.region), local.copied | local.left_out
     for node in inside - {local.end}:
         for user in node.users:

@@ -34,6 +34,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import base_operation, mutates
+from moepass.passes.ops.walk import descendants
 from moepass.passes.parallel.match.gathered_columns import MaskColumns, Order, columns_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -155,18 +156,14 @@ class _GatheredPairs:
         """
         found: set[Node] = set()
         for gather in (one for one in self._gathers.values() if one.input in self._gathered):
-            pending = [gather.node]
-            while pending:
-                for user in pending.pop().users:
-                    if user in replaced or user in found:
-                        continue
-                    if not is_call(user, WAIT) and (user.is_impure() or mutates(user) or communication_of(user)):
-                        raise NotThisForm(
-                            f"what {named(gather.node)} gathers, of which the mask of chosen experts selects, is also "
-                            f"read by {named(user)}; expected nothing else to read it"
-                        )
-                    found.add(user)
-                    pending.append(user)
+            _, *users = descendants(gather.node, follow=lambda user: user not in replaced)
+            for user in users:
+                if not is_call(user, WAIT) and (user.is_impure() or mutates(user) or communication_of(user)):
+                    raise NotThisForm(
+                        f"what {named(gather.node)} gathers, of which the mask of chosen experts selects, is also "
+                        f"read by {named(user)}; expected nothing else to read it"
+                    )
+            found.update(users)
         return found
 
     def _readers(self) -> list[_GatheredMaskReader]:

@@ -17,7 +17,7 @@ from moepass.passes.graph.collectives import Communication, collective_of, commu
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait, is_view
-from moepass.passes.ops.walk import origin
+from moepass.passes.ops.walk import ancestors, descendants, origin
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -42,23 +42,19 @@ def most_nodes(ranks: int) -> int:
 def first_communication_after(
     gemm: Node, width: int, place: dict[Node, int], most: int = MOST_NODES
 ) -> Communication | None:
-    """What the rows [., width] of `gemm` reach first, over `most` nodes."""
-    pending, seen = [gemm], {gemm}
-    found: list[Communication] = []
-    while pending:
-        node = pending.pop()
+    """Return the first communication that the rows [., width] of `gemm` reach, over `most` nodes."""
+
+    def has_rows(node: Node) -> bool:
+        return communication_of(node) is None and keeps_features(node, width)
+
+    reached: list[Communication] = []
+    for node in descendants(gemm, follow=has_rows, most=most):
         for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
             known, any_kind = collective_of(user), communication_of(user)
-            if any_kind is not None:
-                # A node is also read for its sizes; what is sent is the input.
-                if known is None or known.input is node:
-                    found.append(any_kind)
-            elif keeps_features(user, width) and len(seen) < most:
-                pending.append(user)
-    return min(found, key=lambda one: place[one.node], default=None)
+            # A collective also reads sizes; it sends only its input.
+            if any_kind is not None and (known is None or known.input is node):
+                reached.append(any_kind)
+    return min(reached, key=lambda communication: place[communication.node], default=None)
 
 
 def keeps_features(node: Node, width: int) -> bool:
@@ -90,7 +86,7 @@ def is_size(size: Any, number: int) -> bool:
 
 
 def communications_before(*starts: Node) -> list[Communication]:
-    """What brought the rows or counts `starts` of a GEMM, nearest first."""
+    """Return the communication from which the rows or counts `starts` of a GEMM come, nearest first."""
     found: dict[Node, Communication] = {}
     for node in (node for start in starts for node in _moved_from(start)):
         one = communication_of(node)
@@ -100,15 +96,8 @@ def communications_before(*starts: Node) -> list[Communication]:
 
 
 def _moved_from(start: Node) -> Iterator[Node]:
-    """`start` and what it was moved from, or counted from."""
-    pending, seen = [start], {start}
-    while pending and len(seen) < MOST_NODES:
-        node = pending.pop(0)
-        yield node
-        for used in node.all_input_nodes if _passes_on(node) else ():
-            if used not in seen:
-                seen.add(used)
-                pending.append(used)
+    """Yield `start` and the nodes from which it was moved or counted."""
+    return ancestors(start, stop=lambda node: not _passes_on(node), most=MOST_NODES)
 
 
 def _passes_on(node: Node) -> bool:
@@ -123,14 +112,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def kept_in(arriving: Communication) -> Node | None:
-    """The input of the graph that what `arriving` brings is written to, moved only; None where there is none."""
+    """Return the graph input to which the result of `arriving` is written, possibly moved; None if there is none."""
     holders = {node: memory for memory, nodes in writes_to_inputs(arriving.node.graph).items() for node in nodes}
-    pending, seen = [arriving.node], {arriving.node}
-    while pending:
-        node = pending.pop()
-        if node in holders:
-            return holders[node]
-        moved = [user for user in node.users if user in holders or moves_rows(user)]
-        pending += [user for user in moved if user not in seen]
-        seen.update(moved)
-    return None
+    moved = descendants(arriving.node, follow=lambda user: user in holders or moves_rows(user))
+    return next((holders[node] for node in moved if node in holders), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -147,23 +146,20 @@ def _row_places(rows: Node) -> Iterator[Node]:
 
 
 def _places_before(start: Node) -> Iterator[Node]:
-    """What places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
+    """Yield what places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
 
     Behind those lies the rest of the model, and in it the blocks before this one.
     """
-    pending, seen = [start], {start}
-    while pending and len(seen) < MOST_NODES:
-        node = pending.pop(0)
-        is_sort = is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default)
-        if is_sort and _is_float(node.args[0]):
-            continue
-        yield node
-        for used in node.all_input_nodes:
-            # Counts may be floating numbers (histc); they were cast from ids.
-            is_cast = is_call(used, aten._to_copy.default, prims.convert_element_type.default)
-            if used not in seen and (not _is_float(used) or is_cast or is_call(used, aten.histc.default)):
-                seen.add(used)
-                pending.append(used)
+
+    def is_place(used: Node) -> bool:
+        # Counts may be floating numbers (histc); they were cast from ids.
+        return not _is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
+
+    def sorts_scores(node: Node) -> bool:
+        return has_trait(node, Trait.SORT) and _is_float(node.args[0])
+
+    before = walk.ancestors(start, follow=is_place, stop=sorts_scores, most=MOST_NODES)
+    return (node for node in before if not sorts_scores(node))
 
 
 def _is_float(node: object) -> bool:
@@ -173,18 +169,11 @@ def _is_float(node: object) -> bool:
 
 def row_weights(match: BlockMatch) -> Node:
     """The weights by which the expert outputs are multiplied, row by row."""
-    pending, seen = deque([match.gemms[-1].node]), set[Node]()
-    while pending and len(seen) < MOST_NODES:
-        node = pending.popleft()
-        for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if is_call(user, aten.mul.Tensor):
-                others = [argument for argument in user.args if argument is not node]
-                if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
-                    return others[0]
-            pending.append(user)
+    for node in walk.descendants(match.gemms[-1].node, most=MOST_NODES):
+        for user in filter(lambda user: is_call(user, aten.mul.Tensor), node.users):
+            others = [argument for argument in user.args if argument is not node]
+            if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
+                return others[0]
     raise NotThisForm(
         f"the results of {named(match.gemms[-1].node)} are not multiplied by weights [., 1] of their rows before "
         "they are added up"

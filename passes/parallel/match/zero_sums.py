@@ -1,4 +1,4 @@
-"""Tell sums over ranks to which a rank adds nothing but zeros: so does one that holds none of the experts."""
+"""Sums over ranks to which a rank adds only zeros, as a rank without experts does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_STEPS = 128
 
 
 def adds_nothing(summing: Node) -> bool:
-    """True where a float sum over ranks, by AllReduce or ReduceScatter, is given zeros whatever the inputs are."""
+    """Return whether a float sum over ranks, by AllReduce or ReduceScatter, adds only zeros for all inputs."""
     collective = collective_of(summing)
     if collective is None or collective.reduction != "sum" or not collective.is_float:
         return False
@@ -23,7 +23,7 @@ def adds_nothing(summing: Node) -> bool:
 
 
 class _Zeros:
-    """Which nodes are zeros, followed back a few steps."""
+    """A search over a few steps for nodes that are zero."""
 
     def __init__(self) -> None:
         self._known: dict[Node, bool] = {}

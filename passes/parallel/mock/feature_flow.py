@@ -1,4 +1,4 @@
-"""Tell whether a parallel block treats all features alike, so that a few of them prove the same as all.
+"""Check that a parallel block treats all features alike, so that a few of them prove the same as all.
 
 Contract
     in    a block, the local form that was written for it, and its data nodes (data_flow.py)
@@ -28,7 +28,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
-    """The first node of the block that may treat one feature unlike another."""
+    """Return the first node of the block that may treat one feature unlike another."""
     weights = {gemm.weights for gemm in block.gemms}
     gemms = {gemm.node for gemm in block.gemms}
     # Nodes whose last dimension are features, each treated alike, or along whose last dimension nothing differs.
@@ -56,17 +56,19 @@ def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]
 
 
 def _is_by_row(mask: Node, masked: Node) -> bool:
-    """The same for all that a row has, however the activation function arranges its features."""
+    """Return whether all elements of each row of the mask are equal."""
     value = fake_value(mask)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
-    rest = zip(value.shape[1:], value.stride()[1:], strict=True)
-    flat = all((isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in rest)
+    other_dims = zip(value.shape[1:], value.stride()[1:], strict=True)
+    flat = all(
+        (isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in other_dims
+    )
     return flat and value.dim() == fake_value(masked).dim()
 
 
 def _is_flat(node: Node, alike: set[Node]) -> bool:
-    """An operand that may meet rows: features treated alike, or the same for all features."""
+    """Return whether an operand has features that are treated alike, or is the same for all features."""
     value = fake_value(node)
     if node in alike or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
@@ -75,10 +77,10 @@ def _is_flat(node: Node, alike: set[Node]) -> bool:
 
 
 def _treats_alike(node: Node, alike: set[Node]) -> bool:
-    """True where `node`, some of whose operands are rows, gives rows and does the same to every feature of them."""
+    """Return whether `node`, some of whose operands are rows, does the same to every feature of them."""
     if collective_of(node) is not None or has_trait(node, Trait.WAIT, Trait.ITEM):
         return True
-    given = all_arguments(node)
+    arguments = all_arguments(node)
     if has_trait(node, Trait.ELEMENTWISE):
         return all(_is_flat(used, alike) for used in node.all_input_nodes)
     if has_trait(node, Trait.RESHAPE, Trait.EXPAND):
@@ -86,19 +88,21 @@ def _treats_alike(node: Node, alike: set[Node]) -> bool:
     is_along = has_trait(node, Trait.ALONG, Trait.TOGETHER, Trait.SLICE_WRITE)
     if is_along or base_operation(node) in ("index_select", "index_add", "index_copy"):
         # An index with as many dimensions as the rows must be the same for all features.
-        index = given.get("index") if has_trait(node, Trait.TOGETHER) else None
-        moved = [used for used in _tensors(given, ("self", "tensors", "src", "source", "input")) if used is not index]
+        index = arguments.get("index") if has_trait(node, Trait.TOGETHER) else None
+        moved = [
+            used for used in _tensors(arguments, ("self", "tensors", "src", "source", "input")) if used is not index
+        ]
         by_row = index is None or (isinstance(index, Node) and _is_flat(index, alike) and _keeps_width(node))
-        return by_row and _not_along_last(node, given) and all(_is_flat(used, alike) for used in moved)
+        return by_row and _not_along_last(node, arguments) and all(_is_flat(used, alike) for used in moved)
     if has_trait(node, Trait.LOOKUP, Trait.WRITE):
-        indices = given["indices"]
-        rows = given["self"]
-        whole = len(indices) < fake_value(rows).dim() or indices[-1] is None
-        return whole and all(_is_flat(used, alike) for used in _tensors(given, ("self", "values")))
+        indices = arguments["indices"]
+        rows = arguments["self"]
+        is_whole = len(indices) < fake_value(rows).dim() or indices[-1] is None
+        return is_whole and all(_is_flat(used, alike) for used in _tensors(arguments, ("self", "values")))
     if has_trait(node, Trait.PAD):
-        return all(isinstance(size, int) and size == 0 for size in given["pad"][:2])
+        return all(isinstance(size, int) and size == 0 for size in arguments["pad"][:2])
     if has_trait(node, Trait.REPEAT):
-        return isinstance(given["repeats"][-1], int) and given["repeats"][-1] == 1
+        return isinstance(arguments["repeats"][-1], int) and arguments["repeats"][-1] == 1
     if has_trait(node, Trait.PERMUTE):
         order = permutation(node)
         return order[-1] == len(order) - 1
@@ -106,17 +110,17 @@ def _treats_alike(node: Node, alike: set[Node]) -> bool:
 
 
 def _keeps_width(node: Node) -> bool:
-    """The last dimension is as long as that of the rows that go in."""
+    """Return whether the last dimension keeps its size."""
     before, after = fake_value(node.all_input_nodes[0]), fake_value(node)
     widths = [value.shape[-1] if value.dim() else 0 for value in (before, after)]
     return all(isinstance(width, int) for width in widths) and widths[0] == widths[1]
 
 
-def _not_along_last(node: Node, given: dict[str, Any]) -> bool:
+def _not_along_last(node: Node, arguments: dict[str, Any]) -> bool:
     value = fake_value(node)
     after = value[0] if isinstance(value, (tuple, list)) else value
-    before = next(fake_value(used) for used in _tensors(given, ("self", "tensors", "input")))
-    chosen = given.get("dims", given.get("dim"))
+    before = next(fake_value(used) for used in _tensors(arguments, ("self", "tensors", "input")))
+    chosen = arguments.get("dims", arguments.get("dim"))
     if chosen is None or chosen == []:
         return False  # along all dimensions
     # A new dimension of `stack` counts among those that come out.
@@ -125,9 +129,9 @@ def _not_along_last(node: Node, given: dict[str, Any]) -> bool:
     return all(isinstance(dim, int) and dim % number != number - 1 for dim in dims)
 
 
-def _tensors(given: dict[str, Any], names: Sequence[str]) -> Iterator[Node]:
+def _tensors(arguments: dict[str, Any], names: Sequence[str]) -> Iterator[Node]:
     for name in names:
-        value = given.get(name)
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, Node) and isinstance(fake_value(part), torch.Tensor):
-                yield part
+        value = arguments.get(name)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Node) and isinstance(fake_value(item), torch.Tensor):
+                yield item

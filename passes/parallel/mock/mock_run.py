@@ -24,6 +24,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.scenarios import Scenario
@@ -68,13 +69,7 @@ class Steps:
     @classmethod
     def between(cls, nodes: Iterable[Node], given: set[Node], wanted: Node) -> Steps:
         """Those of `nodes` that `wanted` is computed by from `given`."""
-        needed: set[Node] = set()
-        pending = [wanted]
-        while pending:
-            node = pending.pop()
-            if node not in needed and node not in given:
-                needed.add(node)
-                pending.extend(node.all_input_nodes)
+        needed = set(ancestors(wanted, follow=lambda used: used not in given)) - given
         return cls((node for node in nodes if node in needed), wanted)
 
 

@@ -105,11 +105,9 @@ def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Gues
 
 def _next_choice(choices: list[tuple[Node, int, int]]) -> dict[Node, int] | None:
     """The last of `choices` (of a node, one of how many) that can be another, and all before it; None at the end."""
-    kept = list(choices)
-    while kept:
-        node, number, of = kept.pop()
+    for place, (node, number, of) in reversed([*enumerate(choices)]):
         if number + 1 < of:
-            return {**{earlier: index for earlier, index, _ in kept}, node: number + 1}
+            return {**{earlier: index for earlier, index, _ in choices[:place]}, node: number + 1}
     return None
 
 
