@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_stack import is_expert_stack
-from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.nodes import fake_value, several
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.plan import dtype_name
@@ -22,8 +22,6 @@ from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS, WeightRecipe
 from moepass.passes.ops.arguments import permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import ancestors, origin
-
-aten = torch.ops.aten
 
 # [Empirical] A few operations for each of some hundreds of experts. What takes more is no weight.
 _MOST_STEPS = 4096
@@ -107,8 +105,7 @@ def _check_step(node: Node) -> None:
 
 
 def _is_static(node: Node) -> bool:
-    value = fake_value(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = several(fake_value(node))
     return all(isinstance(one, torch.Tensor) and all(isinstance(size, int) for size in one.shape) for one in values)
 
 

@@ -39,8 +39,6 @@ from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.ops.walk import ancestors
 
-aten = torch.ops.aten
-
 _ALONE = "an expert GEMM without a partner: a block has an up and a down, which share offsets or expert ids"
 _ALONE_AND_DENSE = (
     "it multiplies every row by the weights of every expert, and the GEMM before it does so in another form, or there "

@@ -25,7 +25,7 @@ from moepass.passes.graph.nodes import fake_value, is_call, module_path
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, in_words, source_line
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
-from moepass.passes.ops.traits import is_view
+from moepass.passes.ops.traits import Trait, has_trait, is_view
 from moepass.passes.ops.walk import origin, view_source
 
 aten = torch.ops.aten
@@ -182,7 +182,7 @@ def top_k(up: ExpertGemm) -> int | None:
             copies = [new for new in ones if isinstance(new, int) and 1 < new <= up.experts]
             if len(before) == len(after) and len(copies) == 1:
                 return copies[0]
-        if is_view(node) or is_call(node, aten._to_copy.default, aten.masked_fill.Scalar, aten.clone.default):
+        if is_view(node) or has_trait(node, Trait.CAST, Trait.COPY) or is_call(node, aten.masked_fill.Scalar):
             node = node.all_input_nodes[0]
             continue
         if is_call(node, aten.mul.Tensor) and str(fake_value(node.args[0]).shape) == str(fake_value(node).shape):  # type: ignore[arg-type]

@@ -17,11 +17,9 @@ from torch.fx import Node
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, nodes_in
 from moepass.passes.ops.arguments import all_arguments, is_arange, named_arguments, permutation
-from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import first_inputs
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +100,8 @@ def sources(node: Node, layout: Layout, pairs: Pairs) -> dict[Node, Layout] | No
     """
     if node.op != "call_function":
         return None
-    name, base = operation(node), base_operation(node)
-    if name == "getitem":
+    base = base_operation(node)
+    if has_trait(node, Trait.ITEM):
         return _sources_of_item(node, layout)
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(fake_value(node), torch.Tensor):
         return None

@@ -26,7 +26,7 @@ from moepass.passes.dense.pair_layouts import (
 )
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, map_nodes
+from moepass.passes.graph.nodes import fake_value, map_nodes, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import grouped_gemm_for
@@ -34,7 +34,6 @@ from moepass.passes.ops.arguments import all_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
 from moepass.passes.ops.walk import ancestors, first_inputs
 from moepass.passes.rows.row_layout import Layout, Part
-from moepass.passes.rows.row_rules import several
 
 aten = torch.ops.aten
 
@@ -250,7 +249,7 @@ class RowsOfPairs:
         if has_trait(node, Trait.PERMUTE):
             return self._turned(node, layout, *next(iter(below.items())))
         if operation(node) == "getitem":
-            return self._item(node, layout, *next(iter(below.items())))
+            return self._item(node, *next(iter(below.items())))
         if has_trait(node, Trait.ELEMENTWISE):
             if not all(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes):
                 self._refuse(node, "computes with a size")
@@ -278,7 +277,7 @@ class RowsOfPairs:
             return self._viewed(rows, self._shape(layout))
         return self.writer.emit(aten.permute.default, rows, [0, *places])
 
-    def _item(self, node: Node, layout: Layout, source: Node, before: Layout) -> Node:
+    def _item(self, node: Node, source: Node, before: Layout) -> Node:
         cut = node.args[0]
         assert isinstance(cut, Node)
         rows = self.write(source, before)

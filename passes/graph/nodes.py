@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,17 @@ def fake_value(node: Node) -> Any:
     return node.meta.get("val")
 
 
+def several(value: Any) -> Sequence[Any]:
+    """Return `value`, or a tuple of it alone if it is no tuple or list."""
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def is_float(node: object) -> bool:
+    """Return whether the value of `node` is a floating-point tensor."""
+    value = fake_value(node) if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
     """Return `value` with its nodes replaced."""
     return torch.fx.node.map_arg(value, replace)
@@ -109,7 +120,7 @@ def symbolic_sizes(nodes: Iterable[Node]) -> Iterator[torch.SymInt]:
     """Yield every symbolic size and stride of the nodes' values, and the values that are symbolic sizes."""
     for node in nodes:
         value = fake_value(node)
-        for item in value if isinstance(value, (list, tuple)) else (value,):
+        for item in several(value):
             for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
                 if isinstance(size, torch.SymInt):
                     yield size

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
@@ -39,10 +39,10 @@ from moepass.passes.masks.chosen_rows import (
     masks_of_experts,
 )
 from moepass.passes.ops.arguments import all_arguments, named_arguments, permutation
-from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
-from moepass.passes.rows.row_rules import Layouts, RowRules, any_rows, fits, several
+from moepass.passes.rows.row_rules import Layouts, RowRules, any_rows, fits
 from moepass.passes.rows.rows_in_front import dim_in_front, features_behind, row_parts, rows_dim, trailing
 
 aten = torch.ops.aten
@@ -156,7 +156,7 @@ class Branches(RowRules):
         elif not self.groups.fit(pieces, rows):
             self._refuse(first, "is cut into other pieces than what it meets")
         self._layouts[first] = layout
-        return RowsOfAll(self.groups.all_rows(pieces, layout, self._shape_of(layout), self.writer), layout)
+        return RowsOfAll(self.groups.all_rows(pieces, self._shape_of(layout), self.writer), layout)
 
     def _chosen_rows(self, nodes: tuple[Node, ...]) -> Pieces | None:
         """What `nodes` list of the pairs that masks of experts select; None where they list none."""
@@ -258,22 +258,21 @@ class Branches(RowRules):
 
     def _of_rows(self, nodes: tuple[Node, ...], tensors: dict[Node, Together]) -> RowsOfAll:
         node = nodes[0]
-        name, base = operation(node), base_operation(node)
-        if name == "getitem":
+        base = base_operation(node)
+        if has_trait(node, Trait.ITEM):
             (source,) = tensors.values()
             assert isinstance(source, RowsOfAll)
             place = cast("int", node.args[1])
             self._layouts[node] = found = several(source.layouts)[place]
             return RowsOfAll(self.writer.getitem(source.node, place), found)
         self._check_operator(node)
-        arguments = named_arguments(node)
-        self._layouts[node] = found = self.with_rows(node, name, base, arguments)
+        self._layouts[node] = found = self.with_rows(node)
         self._check_results(nodes, found)
         if base in ("mm", "addmm"):
-            return RowsOfAll(self._multiplied(node, base, arguments, tensors), found)
+            return RowsOfAll(self._multiplied(node, base, named_arguments(node), tensors), found)
         if node in self._whole:
             return dataclasses.replace(self._only_rows(tensors), layouts=found)
-        return RowsOfAll(self._repeated(node, base, arguments, tensors, found), found)
+        return RowsOfAll(self._repeated(node, base, tensors, found), found)
 
     def _of_matrices(self, nodes: tuple[Node, ...]) -> RowsOfAll:
         """Batches of rows, each times the one matrix of the branch."""
@@ -398,9 +397,7 @@ class Branches(RowRules):
             self._row_ids = self.groups.expert_of_each_row(self.writer)
         return self._row_ids
 
-    def _repeated(
-        self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together], found: Layouts
-    ) -> Node:
+    def _repeated(self, node: Node, base: str, tensors: dict[Node, Together], found: Layouts) -> Node:
         """The same operation on the rows of all branches, which are in front."""
         writer = self.writer
         if has_trait(node, Trait.RESHAPE) or base == "expand":
@@ -492,7 +489,7 @@ class Branches(RowRules):
         if has_trait(node, Trait.RESHAPE):
             return writer.viewed(first.node, [self.experts, *value.shape])
         dims = fake_value(next(iter(tensors))).dim()
-        if base in ("slice", "select", "split", "split_with_sizes") and not others:
+        if has_trait(node, Trait.SLICE, Trait.SPLIT) and not others:
             given = all_arguments(node)
             given["dim"] = given["dim"] % dims + 1
             given["self"] = first.node

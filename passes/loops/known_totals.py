@@ -25,7 +25,7 @@ from moepass.passes.blocks.expert_masks import chosen_experts
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes, several
 from moepass.passes.masks.chosen_rows import chosen_by_top_k
 from moepass.passes.ops.arguments import all_arguments, fill_number, is_arange
 from moepass.passes.ops.traits import Trait, has_trait, is_view, mutates
@@ -98,7 +98,7 @@ class KnownCounts:
         if not isinstance(node, Node):
             return False
         value = fake_value(node)
-        for one in value if isinstance(value, (tuple, list)) else (value,):
+        for one in several(value):
             sizes = [*one.shape, *one.stride()] if isinstance(one, torch.Tensor) else [one]
             for size in sizes:
                 symbols = getattr(getattr(size, "node", None), "expr", sympy.Integer(0)).free_symbols

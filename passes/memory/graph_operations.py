@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, module_path
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, module_path, several
 from moepass.passes.ir.shards import FP8_BLOCK
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed, is_kernel
@@ -302,8 +302,7 @@ def _merged(storages: Iterable[Mapping[int, sympy.Expr]]) -> dict[int, sympy.Exp
 
 
 def _outputs(graph: Graph) -> Sequence[Any]:
-    returned: Any = graph.output_node().args[0]
-    return returned if isinstance(returned, (tuple, list)) else (returned,)
+    return several(graph.output_node().args[0])
 
 
 def _returned(graph: Graph, shown: Mapping[Node, Shown]) -> Sequence[Shown]:

@@ -35,7 +35,7 @@ from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.graph_writer import described_sizes, erase_unread, refresh_fake_values
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_float, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
@@ -355,8 +355,8 @@ def _asserts_integers(node: Node, nodes: set[Node]) -> bool:
     """True for an assertion on ids or counts, as far as it is computed by `nodes`: not on rows, which stay."""
     if not is_call(node, aten._assert_async.msg, aten._assert_async.default):
         return False
-    read = (fake_value(used) for step in ancestors(node, follow=nodes.__contains__) for used in step.all_input_nodes)
-    return not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in read)
+    steps = ancestors(node, follow=nodes.__contains__)
+    return not any(is_float(used) for step in steps for used in step.all_input_nodes)
 
 
 def _describe_weights(block: ParallelBlock) -> str:

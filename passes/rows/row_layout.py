@@ -110,9 +110,8 @@ def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
 
 def _take_none(pending: list[Part], after: Sequence[sympy.Expr]) -> Dimension | None:
     """As `_take`, for no rows at all: how many features go with them shows in what is left for the sizes `after`."""
-    taken: list[Part] = []
-    while pending and (not taken or pending[0].size == 0):
-        taken.append(pending.pop(0))
+    count = next((index for index, part in enumerate(pending) if index > 0 and part.size != 0), len(pending))
+    taken = [pending.pop(0) for _ in range(count)]
     together = ratio(size_of(tuple(pending)), sympy.expand(sympy.Mul(*after)))
     features_taken = None if together is None or size_of(tuple(taken)) != 0 else _take(pending, together)
     return None if features_taken is None else (*taken, *features_taken)

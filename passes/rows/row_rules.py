@@ -9,10 +9,11 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, nodes_in
+from moepass.passes.graph.nodes import fake_value, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.arguments import named_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.rows.row_layout import (
     Layout,
     broadcast,
@@ -48,23 +49,21 @@ class RowRules:
         # Made for a number of rows, as it seems: where, and what reads it as such.
         self._made: dict[Node, tuple[dict[Place, int], set[Node]]] = {}
 
-    def with_rows(self, node: Node, name: str, base: str, arguments: dict[str, Any]) -> Layouts:
-        if name == "getitem":
+    def with_rows(self, node: Node) -> Layouts:
+        base, arguments = base_operation(node), named_arguments(node)
+        if has_trait(node, Trait.ITEM):
             source, position = node.args
             return self._layouts[source][position]  # type: ignore[index]
         if has_trait(node, Trait.ELEMENTWISE):
             return self._elementwise(node)
-        first = (
-            self._layout(next(iter(arguments.values())))
-            if not has_trait(node, Trait.TOGETHER, Trait.BATCHED_MATMUL)
-            else no_rows(())
-        )
+        has_several = has_trait(node, Trait.TOGETHER, Trait.BATCHED_MATMUL)
+        first = no_rows(()) if has_several else self._layout(next(iter(arguments.values())))
         if has_trait(node, Trait.RESHAPE):
             return self._view(node, first)
-        if base == "expand":
+        if has_trait(node, Trait.EXPAND):
             return self._expanded(node, first)
         if has_trait(node, Trait.PERMUTE):
-            return self._permuted(node, base, first, arguments)
+            return Layout(tuple(first.dimensions[dim] for dim in permutation(node)))
         if has_trait(node, Trait.FILL_LIKE):
             return first
         if has_trait(node, Trait.ALONG):
@@ -74,10 +73,10 @@ class RowRules:
         if has_trait(node, Trait.NORM):
             return self._norm(node, first, arguments)
         if has_trait(node, Trait.GROUP_NORM):
-            return self._group_norm(node, base, first, arguments)
+            return self._group_norm(node, first, arguments)
         if base in ("index", "_unsafe_index", "index_select"):
             return self._looked_up(node, first, arguments)
-        if base in ("constant_pad_nd", "repeat"):
+        if has_trait(node, Trait.PAD, Trait.REPEAT):
             return self._padded(node, base, first, arguments)
         if base in ("mm", "addmm", "bmm"):
             return self._gemm(node, base, arguments)
@@ -135,17 +134,6 @@ class RowRules:
         times = {("size", dim): features_per_row(dimension) for dim, dimension in enumerate(layout.dimensions)}
         self._places[node] = {place: number for place, number in times.items() if number is not None}
 
-    def _permuted(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layout:
-        order = list(range(len(layout.dimensions)))
-        if base == "permute":
-            order = [dim % len(order) for dim in arguments["dims"]]
-        elif base == "t":
-            order.reverse()
-        else:
-            left, right = (arguments[name] % len(order) for name in ("dim0", "dim1"))
-            order[left], order[right] = order[right], order[left]
-        return Layout(tuple(layout.dimensions[dim] for dim in order))
-
     def _along(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
         dims = _dims_of(node, arguments, len(layout.dimensions))
         if any(layout.has_rows_along(dim) for dim in dims):
@@ -186,7 +174,7 @@ class RowRules:
             self._refuse(node, "normalises over rows, not features alone")
         return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
 
-    def _group_norm(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
+    def _group_norm(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layouts:
         others = nodes_in([value for name, value in arguments.items() if name != "input"])
         rows = Layout(layout.dimensions[:1])
         stated = arguments["N"]
@@ -287,10 +275,6 @@ class RowRules:
 
 def any_rows(layouts: Layouts | None) -> bool:
     return any(layout is not None and layout.has_rows for layout in several(layouts))
-
-
-def several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def fits(layout: Layout, value: torch.Tensor) -> bool:

@@ -21,8 +21,6 @@ from moepass.passes.graph.source_lines import source_line
 from moepass.passes.ir.segment import TENSORRT, CudaGraphUse, NotRecorded, Segment
 from moepass.passes.ops.traits import Trait, has_trait
 
-aten = torch.ops.aten
-
 # Namespaces of operators whose CUDA kernels are torch's. Other operators may run any code on the host.
 _KNOWN = ("aten", "prims")
 # With a mask as second argument, the host waits for the number of True elements.

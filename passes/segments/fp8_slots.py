@@ -19,7 +19,6 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-import torch
 from torch.fx import GraphModule, Node
 
 from moepass.models.errors import InputError
@@ -32,8 +31,6 @@ from moepass.passes.ir.segment import TRITON, Lowering
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.ir.slot_operations import acquire, release
 from moepass.passes.ops.traits import Trait, has_trait, is_view
-
-aten = torch.ops.aten
 
 _REQUEST = "experts_compute is 'fp8'"
 

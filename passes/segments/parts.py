@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import MoEBlock
 from moepass.passes.ir.segment import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, ROUTER
@@ -129,5 +129,4 @@ def _is_alone(gemm: Node, weights: set[Node]) -> bool:
     """Return whether everything after `gemm` depends only on its results, weights, indices and masks."""
     reached = set(descendants(gemm, follow=lambda user: user.op != "output"))
     further_inputs = {used for node in reached - {gemm} for used in node.all_input_nodes} - reached - weights
-    values = [fake_value(node) for node in further_inputs]
-    return not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
+    return not any(map(is_float, further_inputs))

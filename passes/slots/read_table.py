@@ -19,7 +19,7 @@ from moepass.passes.ops.arguments import all_arguments, fill_number
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.ops.walk import descendants, first_inputs, origin
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # Of the operations behind the experts, before their slots are looked up; a walk that meets more has left them.
 _MOST_NODES = 60

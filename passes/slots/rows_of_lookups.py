@@ -16,14 +16,13 @@ from torch.fx import Node
 from moepass.passes.blocks.expert_gemms import ExpertGemm, is_grouped_gemm
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, map_nodes
+from moepass.passes.graph.nodes import fake_value, map_nodes, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.ops.arguments import named_arguments
-from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
-from moepass.passes.rows.row_rules import Layouts, RowRules, fits, several
+from moepass.passes.rows.row_rules import Layouts, RowRules, fits
 from moepass.passes.rows.rows_in_front import features_behind
 
 # These look values up by what rows say, or multiply matrices of rows; neither stands between the GEMMs of experts.
@@ -93,8 +92,8 @@ class RowsOfLookups(RowRules):
         )
 
     def _step(self, node: Node, inside: set[Node]) -> Node:
-        name, base = operation(node), base_operation(node)
-        if name == "getitem":
+        base = base_operation(node)
+        if has_trait(node, Trait.ITEM):
             source, place = node.args
             assert isinstance(source, Node)
             self._layouts[node] = several(self._layouts[source])[place]  # type: ignore[index]
@@ -102,7 +101,7 @@ class RowsOfLookups(RowRules):
         self._check_operator(node, base)
         for used in node.all_input_nodes:
             self._take(used, inside)
-        self._layouts[node] = found = self.with_rows(node, name, base, named_arguments(node))
+        self._layouts[node] = found = self.with_rows(node)
         self._check_result(node, found)
         layout = several(found)[0]
         assert layout is not None

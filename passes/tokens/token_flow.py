@@ -26,13 +26,13 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, graph_inputs, nodes_in
+from moepass.passes.graph.nodes import fake_value, graph_inputs, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.ops.arguments import all_arguments, named_arguments
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, rows_first, size_of
-from moepass.passes.rows.row_rules import Layouts, any_rows, fits, several
+from moepass.passes.rows.row_rules import Layouts, any_rows, fits
 from moepass.passes.tokens.routing import RoutingRules
 
 
@@ -223,7 +223,7 @@ class _TokenWalk(RoutingRules):
                 self._refuse(node, "computes with a size that depends on the number of tokens")
 
     def _layouts_of_operation(self, node: Node) -> Layouts:
-        name, base, arguments = operation(node), base_operation(node), named_arguments(node)
+        base, arguments = base_operation(node), named_arguments(node)
         if base == "embedding":
             self._check_only(node, arguments["indices"])
             shape = fake_value(node).shape
@@ -241,7 +241,7 @@ class _TokenWalk(RoutingRules):
         if base in ("view_as_complex", "view_as_real"):
             dimensions = self._layout(arguments["self"]).dimensions
             return Layout(dimensions[:-1] if base == "view_as_complex" else (*dimensions, features(2)))
-        return self.with_rows(node, name, base, arguments)
+        return self.with_rows(node)
 
     def _linear(self, node: Node, arguments: dict[str, Any]) -> Layout:
         layout = self._layout(arguments["input"])
@@ -362,7 +362,7 @@ class _TokenWalk(RoutingRules):
         elif not has_trait(node, Trait.FILL, Trait.GROUP_NORM) and self._follows_rules(node):
             aligned = dict(self._aligned)
             try:
-                found = self.with_rows(node, operation(node), base, named_arguments(node))
+                found = self.with_rows(node)
             except NotThisForm:
                 found = None
             self._aligned = aligned

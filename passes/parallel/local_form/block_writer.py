@@ -22,7 +22,7 @@ from moepass.passes.ops.traits import operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.rows.row_layout import ratio
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 _SIZE = "the number of its rows or tokens"
 _OPERATORS: dict[Any, Callable[[Any, Any], Any]] = {

@@ -16,13 +16,11 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.nodes import fake_value, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait, is_view
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-
-aten, prims = torch.ops.aten, torch.ops.prims
 
 # Moves and sums of which it is known what constants do to dimensions that grow (growing_sizes.py): not `roll`. Views
 # without a trait, as a diagonal or a window, may begin at any number of rows.
@@ -55,8 +53,7 @@ def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
 
 
 def _moves_or_adds(node: Node) -> bool:
-    value = fake_value(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = several(fake_value(node))
     if not all(isinstance(item, torch.Tensor) and item.is_floating_point() for item in values):
         return False
     if collective_of(node) is not None or has_trait(node, *_MOVES_AND_SUMS):

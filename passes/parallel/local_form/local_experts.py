@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, is_float, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.traits import is_view
@@ -320,9 +320,9 @@ class LocalForm(BlockWriter):
 
     def _travelled(self, node: Node) -> Node | None:
         """What stands for `node` where that is what travelled with the rows, in whatever order."""
-        value = fake_value(node)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not is_float(node):
             return None
+        value = fake_value(node)
         found = exchanged_by(node) if self.block.travelling else None
         if found is None or found.input not in self.block.travelling:
             return None
@@ -341,9 +341,9 @@ class LocalForm(BlockWriter):
 
     def _moved_outputs(self, node: Node) -> Node | None:
         """What stands for `node` where that is the experts' outputs, in another order, before they are weighed."""
-        value = fake_value(node)
-        is_data = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return self.outputs if is_data and self._moves is not None and moved_values(node) == {self._moves} else None
+        return (
+            self.outputs if is_float(node) and self._moves is not None and moved_values(node) == {self._moves} else None
+        )
 
     def _of_rows(self, node: Node) -> int | Node | None:
         """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""

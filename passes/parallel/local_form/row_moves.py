@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import Collective, collective_of
-from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.nodes import fake_value, is_float
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.match.near_experts import moves_rows
@@ -16,8 +15,7 @@ def moved_values(node: Node) -> set[Node]:
     """Return the values whose rows `node` moves, `node` itself if it is no move; filled or empty memory is none."""
 
     def is_data(used: Node) -> bool:
-        value = fake_value(used)
-        return isinstance(value, (tuple, list)) or (isinstance(value, torch.Tensor) and value.is_floating_point())
+        return isinstance(fake_value(used), (tuple, list)) or is_float(used)
 
     def is_memory(used: Node) -> bool:
         return has_trait(used, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)

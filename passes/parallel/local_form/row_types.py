@@ -8,13 +8,13 @@ casts on its way. These must be the same on all ways.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.arguments import is_accumulating_write
@@ -111,7 +111,6 @@ def _type(node: Node) -> torch.dtype:
 
 
 def _type_or_none(node: Node) -> torch.dtype | None:
-    value = fake_value(node)
-    values: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
+    values = several(fake_value(node))
     types = {one.dtype for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()}
     return types.pop() if len(types) == 1 else None

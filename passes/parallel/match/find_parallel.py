@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.detect import BlockMatch, find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of, communications_of
-from moepass.passes.graph.nodes import fake_value, is_call, positions
+from moepass.passes.graph.nodes import fake_value, is_call, is_float, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import place_of
@@ -110,8 +110,7 @@ def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
         return isinstance(fake_value(node), torch.SymInt)
 
     def is_count(node: Node) -> bool:
-        value = fake_value(node)
-        return is_size(node) or (isinstance(value, torch.Tensor) and not value.is_floating_point())
+        return is_size(node) or (isinstance(fake_value(node), torch.Tensor) and not is_float(node))
 
     def communicates(node: Node) -> bool:
         return communication_of(node) is not None

@@ -20,7 +20,7 @@ from moepass.passes.parallel.match.near_experts import communications_before, is
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def match_all_to_all(

@@ -11,12 +11,12 @@ from torch.fx import Node
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import Group
 from moepass.passes.ops import walk
-from moepass.passes.ops.traits import is_view
+from moepass.passes.ops.traits import Trait, has_trait, is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
@@ -98,8 +98,7 @@ def _gathered_inside(match: BlockMatch) -> Node | None:
     ups, found = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
 
     def is_value(node: Node) -> bool:
-        value = fake_value(node)
-        return node not in ups and isinstance(value, torch.Tensor) and value.is_floating_point()
+        return node not in ups and is_float(node)
 
     def is_gathered(node: Node) -> bool:
         return gathered_rows(node) is not None
@@ -125,11 +124,10 @@ def _check_router(ids: Node, wanted: list[Node], place: dict[Node, int]) -> None
     """
 
     def is_same(node: Node) -> bool:
-        return is_view(node) or is_call(node, aten.clone.default, aten._to_copy.default)
+        return is_view(node) or has_trait(node, Trait.CAST, Trait.COPY)
 
     def looks_up(node: Node) -> bool:
-        is_lookup = is_call(node, aten.gather.default, aten.index.Tensor, aten.scatter.src)
-        return is_lookup and fake_value(node).is_floating_point()
+        return is_float(node) and is_call(node, aten.gather.default, aten.index.Tensor, aten.scatter.src)
 
     ids = walk.origin(ids, passes=lambda step: is_same(step) and not is_call(step, operator.getitem))
     before = set(walk.ancestors(*wanted, follow=lambda used: place[used] > place[ids]))

@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # defines _wrap_tensor_autograd
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, several
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait, is_view
 from moepass.passes.ops.walk import ancestors, descendants, origin
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # [Empirical] The largest block of the forms that we know has about 80 nodes, and 11 for each rank, which read and check
 # what it sends and is sent; a walk that meets more has left the block.
@@ -66,8 +65,7 @@ def keeps_features(node: Node, width: int) -> bool:
         _is_row_statistic(used) for used in node.all_input_nodes
     ):
         return False  # a norm: the block has ended, and the next one has its own collectives
-    value = fake_value(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)  # rows that are split
+    values = several(fake_value(node))  # rows that are split
     return all(isinstance(one, torch.Tensor) and is_size(_features(one, node), width) for one in values)
 
 
@@ -103,8 +101,7 @@ def _moved_from(start: Node) -> Iterator[Node]:
 def _passes_on(node: Node) -> bool:
     if moves_rows(node) or is_call(node, aten.histc.default) or communication_of(node) is not None:
         return True
-    value = fake_value(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = several(fake_value(node))
     # Places and counts, however they are computed; but not the scores that they were chosen by.
     return node.op == "call_function" and not any(
         isinstance(item, torch.Tensor) and item.is_floating_point() for item in values

@@ -18,7 +18,7 @@ from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.ops.walk import ancestors, origin
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def walk_back(

@@ -10,16 +10,16 @@ from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops import walk
 from moepass.passes.ops.arguments import is_accumulating_write
-from moepass.passes.ops.traits import Trait, has_trait, is_view
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
@@ -98,19 +98,16 @@ def _is_filling(node: object) -> bool:
 
 
 def is_id_arithmetic(node: Node) -> Node | None:
-    """The ids that `node` shifts, wraps, masks or views, to turn global ids into this rank's."""
+    """Return the ids that `node` shifts, wraps, masks or views, to turn global ids into those of this rank."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.is_floating_point():
         return None
     if is_call(node, aten.where.self):
         candidates = [argument for argument in node.args[1:] if not _is_scalar_constant(argument)]
         return _node(candidates[0]) if len(candidates) == 1 else None
-    arithmetic = (
-        aten.sub.Tensor, aten.add.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.remainder.Scalar,
-        aten.masked_fill.Scalar, aten.clamp.default, aten.clone.default, aten._to_copy.default, aten.view.default,
-        aten.reshape.default, aten._unsafe_view.default,
-    )  # fmt: skip
-    return _node(node.args[0]) if is_call(node, *arithmetic) else None
+    is_same = has_trait(node, Trait.COPY, Trait.CAST, Trait.RESHAPE)
+    is_arithmetic = is_same or base_operation(node) in ("add", "sub", "remainder", "masked_fill", "clamp")
+    return _node(node.args[0]) if is_arithmetic else None
 
 
 def _is_scalar_constant(argument: object) -> bool:
@@ -141,7 +138,7 @@ def _row_places(rows: Node) -> Iterator[Node]:
     node: Node | None = rows
     while node is not None:
         if is_call(node, aten.index.Tensor, aten.index_select.default):
-            yield from (used for used in node.all_input_nodes[1:] if not fake_value(used).is_floating_point())
+            yield from (used for used in node.all_input_nodes[1:] if not is_float(used))
         node = is_row_move(node) or _laid_out(node)
 
 
@@ -153,18 +150,13 @@ def _places_before(start: Node) -> Iterator[Node]:
 
     def is_place(used: Node) -> bool:
         # Counts may be floating numbers (histc); they were cast from ids.
-        return not _is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
+        return not is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
 
     def sorts_scores(node: Node) -> bool:
-        return has_trait(node, Trait.SORT) and _is_float(node.args[0])
+        return has_trait(node, Trait.SORT) and is_float(node.args[0])
 
     before = walk.ancestors(start, follow=is_place, stop=sorts_scores, most=MOST_NODES)
     return (node for node in before if not sorts_scores(node))
-
-
-def _is_float(node: object) -> bool:
-    value = fake_value(node) if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def row_weights(match: BlockMatch) -> Node:

@@ -18,13 +18,13 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, several
 from moepass.passes.ops.arguments import all_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
@@ -132,6 +132,6 @@ def _not_along_last(node: Node, arguments: dict[str, Any]) -> bool:
 def _tensors(arguments: dict[str, Any], names: Sequence[str]) -> Iterator[Node]:
     for name in names:
         value = arguments.get(name)
-        for item in value if isinstance(value, (list, tuple)) else (value,):
+        for item in several(value):
             if isinstance(item, Node) and isinstance(fake_value(item), torch.Tensor):
                 yield item

@@ -32,8 +32,6 @@ from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
 
-aten = torch.ops.aten
-
 # Sizes for the symbols of a graph: distinct, so that one does not pass for another.
 SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
 # A loaded peer brings at most so many rows, or as many as this rank.

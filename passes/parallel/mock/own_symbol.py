@@ -24,7 +24,7 @@ from sympy.core.function import Application
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.nodes import fake_value, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.walk import ancestors
@@ -123,7 +123,7 @@ class _Renamer(BlockCopier):
         """Raises NotThisForm where `node`, or what it reads, has a size that the tokens do not tell."""
         for used in (node, *node.all_input_nodes):
             value = fake_value(used)
-            for item in value if isinstance(value, (list, tuple)) else (value,):
+            for item in several(value):
                 for size in item.shape if isinstance(item, torch.Tensor) else (item,):
                     if isinstance(size, torch.SymInt) and self._tells_apart(self.expression(size)):
                         raise NotThisForm(

@@ -32,8 +32,6 @@ from moepass.passes.parallel.mock.mock_run import (
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
 from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
 
-aten = torch.ops.aten
-
 # Use of a number, by the name of its argument.
 _SHAPES = {
     "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",

@@ -27,8 +27,6 @@ from moepass.passes.ops.traits import Trait, has_trait, operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.value_range import Range
 
-aten = torch.ops.aten
-
 # Beyond this a bound of a slice means the end, whatever the size.
 _END = 2**31
 CHANGE = "let nothing between the collectives of the experts depend on it"

@@ -173,7 +173,7 @@ class RangeArithmetic:
         value, other = sorted(node.args[:2], key=lambda argument: -self.range_of(argument).kind)
         return (value, other, None) if "max" in base_operation(node) else (value, None, other)
 
-    def divided(self, node: Node, base: str) -> Range:
+    def divided(self, node: Node) -> Range:
         left, right = self.operands(node)
         if not right.uniform or right.kind is not Kind.FIXED or right.low <= 0 or not right.whole:
             raise NotThisForm(

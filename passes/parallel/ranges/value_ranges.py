@@ -159,7 +159,7 @@ class ValueRanges(RangeSums):
             return self.bounded(node, arguments)
         rounded = base == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")
         if has_trait(node, Trait.FLOOR_DIVIDE, Trait.REMAINDER) or rounded:
-            return self.divided(node, base)
+            return self.divided(node)
         return self._made(node, base, arguments)
 
     def _made(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:

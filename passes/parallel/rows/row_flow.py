@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.nodes import fake_value, is_call, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ops.arguments import named_arguments
@@ -44,7 +44,6 @@ from moepass.passes.rows.row_rules import (
     fits,
     has_symbols,
     is_flat,
-    several,
 )
 
 aten = torch.ops.aten
@@ -149,12 +148,10 @@ class _Walk(RowRules):
             self._size(node)
             return
         self._check_sizes(node)
-        name, base = operation(node), base_operation(node)
         if has_trait(node, Trait.FILL) or not any(map(self._has_rows, node.all_input_nodes)):
-            self._constant(node, base)
+            self._constant(node)
             return
-        arguments = named_arguments(node)
-        self._layouts[node] = found = self.with_rows(node, name, base, arguments)
+        self._layouts[node] = found = self.with_rows(node)
         values = fake_value(node)
         for layout, value in zip(several(found), several(values), strict=True):
             # Of several values, one that cannot be followed may be one that nobody reads.
@@ -193,7 +190,7 @@ class _Walk(RowRules):
             if not is_shape and any(used in self._sizes for used in nodes_in(value)):
                 self._refuse(node, "computes with the number of rows")
 
-    def _constant(self, node: Node, base: str) -> None:
+    def _constant(self, node: Node) -> None:
         value = fake_value(node)
         by_element = has_trait(node, Trait.ELEMENTWISE, Trait.RESHAPE, Trait.EXPAND)
         if not (by_element or has_trait(node, Trait.FILL, Trait.FILL_LIKE)):

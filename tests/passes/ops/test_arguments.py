@@ -1,4 +1,4 @@
-"""Constant contents: ranges of numbers, and memory filled with one number."""
+"""Arguments that say what an operator fills its result with."""
 
 from __future__ import annotations
 
