@@ -23,11 +23,12 @@ from moepass.options import Options, parse_options
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.finish import finish
 from moepass.passes.graph.collectives import group_names
-from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_call
+from moepass.passes.graph.nodes import graphs_within, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import CaptureNotes
 from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.ir.slot_operations import BANK_TENSOR
+from moepass.passes.ops.traits import draws_random_numbers
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.segments.bank_parts import rests_on_device

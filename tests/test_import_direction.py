@@ -26,7 +26,7 @@ _HOMES = ("banks", "ranks", *_BANKS)
 _EVERY_HOME = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
 _OFFLOAD = ("profiles", "homes/options", *_EVERY_HOME)
 _EXECUTE = ("lowering", "cuda_graphs", *_EVERY_HOME)
-_GRAPH = ("graph", "ir")
+_GRAPH = ("graph", "ops", "ir")
 _BATCHING = ("serving/batching", "serving/requests")
 ROOMS = {
     "models": {
@@ -40,7 +40,8 @@ ROOMS = {
     "passes": {
         "machine": (),
         "ir": ("machine",),
-        "graph": ("ir",),
+        "ops": (),
+        "graph": ("ops", "ir"),
         "blocks": _GRAPH,
         "cost": _GRAPH,
         "rows": _GRAPH,

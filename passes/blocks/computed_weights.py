@@ -14,15 +14,14 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_stack import is_expert_stack
-from moepass.passes.graph.node_arguments import named_arguments
-from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.nodes import fake_value, several
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS, WeightRecipe
-
-aten = torch.ops.aten
+from moepass.passes.ops.arguments import permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import ancestors, origin
 
 # [Empirical] A few operations for each of some hundreds of experts. What takes more is no weight.
 _MOST_STEPS = 4096
@@ -33,18 +32,12 @@ class NotComputedAheadError(Exception):
 
 
 def before_transposes(operand: Node) -> Node:
-    """What `operand` [experts, ., .] is a transpose of, every expert at its place; itself where it is none."""
-    while True:
-        given, dims = named_arguments(operand), fake_value(operand).dim()
-        is_permuted = is_call(operand, aten.permute.default) and given["dims"][0] % dims == 0
-        is_transposed = is_call(operand, aten.transpose.int) and given["dim0"] % dims != 0 and given["dim1"] % dims != 0
-        if not is_permuted and not is_transposed:
-            return operand
-        (operand,) = operand.all_input_nodes
+    """Return the tensor [experts, ., .] whose matrices `operand` transposes, or `operand` itself."""
+    return origin(operand, passes=lambda step: has_trait(step, Trait.PERMUTE) and permutation(step)[0] == 0)
 
 
 def is_computed(tensor: Node) -> bool:
-    """True for what is computed of parameters alone, and is neither one nor a stack of them."""
+    """Return whether `tensor` is computed from parameters alone, and is neither a parameter nor a stack of them."""
     if tensor.op != "call_function" or is_expert_stack(tensor):
         return False
     try:
@@ -55,24 +48,19 @@ def is_computed(tensor: Node) -> bool:
 
 
 def steps_behind(tensor: Node) -> list[Node]:
-    """The operations that `tensor` is computed by, in host order. Raises NotComputedAheadError, in words."""
-    steps: set[Node] = set()
-    inputs: set[Node] = set()
-    pending = [tensor]
-    while pending:
-        node = pending.pop()
-        if node in steps or node in inputs:
-            continue
+    """Return the operations that compute `tensor`, in host order. Raises NotComputedAheadError, in words."""
+    steps: list[Node] = []
+    inputs: list[Node] = []
+    for node in ancestors(tensor):
         if node.op == "placeholder":
             if node.meta.get(ARGUMENT_KEY, False) or not _is_static(node):
                 raise NotComputedAheadError(f"{named(node)} goes into it, which a caller may pass anew in every run")
-            inputs.add(node)
+            inputs.append(node)
             continue
         _check_step(node)
-        steps.add(node)
+        steps.append(node)
         if len(steps) > _MOST_STEPS:
             raise NotComputedAheadError(f"it takes more than {_MOST_STEPS} operations")
-        pending += node.all_input_nodes
     written = writes_to_inputs(tensor.graph) if steps else {}
     for node in sorted(inputs):
         if node in written:
@@ -117,8 +105,7 @@ def _check_step(node: Node) -> None:
 
 
 def _is_static(node: Node) -> bool:
-    value = fake_value(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = several(fake_value(node))
     return all(isinstance(one, torch.Tensor) and all(isinstance(size, int) for size in one.shape) for one in values)
 
 

@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.arguments import all_arguments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

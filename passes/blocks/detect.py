@@ -37,8 +37,7 @@ from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.slot_operations import BANK_TENSOR
-
-aten = torch.ops.aten
+from moepass.passes.ops.walk import ancestors
 
 _ALONE = "an expert GEMM without a partner: a block has an up and a down, which share offsets or expert ids"
 _ALONE_AND_DENSE = (
@@ -128,16 +127,7 @@ def _split_where_fed(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
 
 def _depends_on(node: Node, sources: set[Node]) -> bool:
     earliest = min(sources)
-    seen: set[Node] = set()
-    pending = [node]
-    while pending:
-        used = pending.pop()
-        if used in sources:
-            return True
-        if used not in seen and used > earliest:
-            seen.add(used)
-            pending.extend(used.all_input_nodes)
-    return False
+    return not sources.isdisjoint(ancestors(node, follow=lambda used: used >= earliest))
 
 
 def _dense_chains(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
@@ -155,23 +145,14 @@ def _dense_chains(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
 
 
 def _feeding_gemms(start: Node, anchors: dict[Node, ExpertGemm], experts: int) -> list[ExpertGemm]:
-    """GEMMs that `start` depends on through elementwise nodes and views over the same leading expert dimension."""
-    found: list[ExpertGemm] = []
-    seen: set[Node] = set()
-    pending = [start]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in anchors:
-            found.append(anchors[node])
-            continue
+    """Return the GEMMs on which `start` depends through nodes with the same leading expert dimension."""
+
+    def is_end(node: Node) -> bool:
         value = fake_value(node)
-        if isinstance(value, torch.Tensor) and (value.dim() == 0 or value.shape[0] != experts):
-            continue
-        pending.extend(node.all_input_nodes)
-    return sorted(found, key=lambda gemm: gemm.node)
+        is_by_expert = not isinstance(value, torch.Tensor) or (value.dim() > 0 and value.shape[0] == experts)
+        return node in anchors or not is_by_expert
+
+    return [anchors[node] for node in sorted(ancestors(start, stop=is_end)) if node in anchors]
 
 
 def _check_group(group: list[ExpertGemm], low_rank: list[ExpertGemm]) -> BlockMatch | Refusal:

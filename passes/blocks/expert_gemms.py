@@ -21,10 +21,12 @@ from moepass.passes.blocks.computed_weights import (
 )
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.blocks.opaque_experts import is_foreign, why_opaque
-from moepass.passes.graph.nodes import fake_value, is_call, is_view, module_path, view_source
+from moepass.passes.graph.nodes import fake_value, is_call, module_path
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, in_words, source_line
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
+from moepass.passes.ops.traits import Trait, has_trait, is_view
+from moepass.passes.ops.walk import origin, view_source
 
 aten = torch.ops.aten
 
@@ -130,12 +132,8 @@ def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
 
 
 def _weight_source(node: Node) -> Node:
-    """The node through which a weight enters, all views skipped; but an element of a gather counts as a tensor of its
-    own.
-    """
-    while gather_of(node) is None and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+    """Return the node behind all views of a weight; an element of a gather counts as a tensor of its own."""
+    return origin(node, passes=lambda step: gather_of(step) is None and is_view(step))
 
 
 def is_expert_weight(node: Node) -> bool:
@@ -184,7 +182,7 @@ def top_k(up: ExpertGemm) -> int | None:
             copies = [new for new in ones if isinstance(new, int) and 1 < new <= up.experts]
             if len(before) == len(after) and len(copies) == 1:
                 return copies[0]
-        if is_view(node) or is_call(node, aten._to_copy.default, aten.masked_fill.Scalar, aten.clone.default):
+        if is_view(node) or has_trait(node, Trait.CAST, Trait.COPY) or is_call(node, aten.masked_fill.Scalar):
             node = node.all_input_nodes[0]
             continue
         if is_call(node, aten.mul.Tensor) and str(fake_value(node.args[0]).shape) == str(fake_value(node).shape):  # type: ignore[arg-type]

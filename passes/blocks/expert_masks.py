@@ -8,17 +8,15 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import Collective, collective_of
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import PERMUTATIONS, base_operation, permutation
+from moepass.passes.ops.arguments import all_arguments, fill_number, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import first_inputs, origin
 
 aten = torch.ops.aten
 
-# Give ones where they are given ones, and zeros where zeros.
-KEEP_VALUES = {"clone", "contiguous", "_to_copy", "convert_element_type", "detach", "alias", "bool"}
-# Are 0 where one of their operands is.
-_LEAVE_OUT = {"bitwise_and", "logical_and", "mul"}
-_MADE_ZERO = {"zeros", "zeros_like", "new_zeros"}
+# These keep 0 and 1.
+_SAME = (Trait.COPY, Trait.CAST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +32,16 @@ class Mask:
 
 
 def chosen_experts(node: Node) -> Mask | None:
-    """`node` as a mask of all chosen experts; None where it is none, or where that cannot be told."""
+    """Return `node` as a mask of all chosen experts, or None if that is not known."""
     is_turned = False
     while True:
-        base, given = base_operation(node), all_arguments(node)
-        if base in PERMUTATIONS and fake_value(node).dim() == 2:
+        base, arguments = base_operation(node), all_arguments(node)
+        if has_trait(node, Trait.PERMUTE) and fake_value(node).dim() == 2:
             is_turned ^= permutation(node) == [1, 0]
         elif base == "ne":
-            if given["other"] != 0:
+            if arguments["other"] != 0:
                 return None
-        elif base not in KEEP_VALUES:
+        elif not has_trait(node, *_SAME):
             break
         node = node.all_input_nodes[0]
     ids = _ids_of_mask(node)
@@ -51,7 +49,7 @@ def chosen_experts(node: Node) -> Mask | None:
 
 
 def gathered_mask(node: Node) -> Collective | None:
-    """The AllGather of a mask [tokens, experts] of chosen experts that `node` is; None for anything else."""
+    """Return the collective of `node` if it gathers a mask [tokens, experts] of chosen experts, or None."""
     collective = collective_of(node)
     if collective is None or collective.kind != "all_gather" or fake_value(collective.input).dim() != 2:
         return None
@@ -60,48 +58,41 @@ def gathered_mask(node: Node) -> Collective | None:
 
 
 def at_most_chosen(node: Node) -> Mask | None:
-    """As `chosen_experts`, and a mask of truths that leaves some of them out, as those beyond a capacity."""
+    """Return `node` as a mask of chosen experts that may leave some of them out, as those beyond a capacity."""
     mask = chosen_experts(node)
     if mask is not None or fake_value(node).dtype is not torch.bool:
         return mask
-    base, shape = base_operation(node), str(fake_value(node).shape)
-    if base in KEEP_VALUES:  # whole numbers that are not 0 become truths
+    shape = str(fake_value(node).shape)
+    if has_trait(node, *_SAME):  # integers other than 0 become True
         node = node.all_input_nodes[0]
-        base = base_operation(node)
-    # A product of 0 and an infinite number is none.
-    if base not in _LEAVE_OUT or (base == "mul" and fake_value(node).is_floating_point()):
+    # A product of 0 and an infinite number is not 0.
+    if not has_trait(node, Trait.AND) or fake_value(node).is_floating_point():
         return None
-    for part in node.all_input_nodes:
-        found = chosen_experts(part) if str(fake_value(part).shape) == shape else None
-        if found is not None:
-            return dataclasses.replace(found, is_partial=True)
+    for operand in node.all_input_nodes:
+        mask = chosen_experts(operand) if str(fake_value(operand).shape) == shape else None
+        if mask is not None:
+            return dataclasses.replace(mask, is_partial=True)
     return None
 
 
 def _ids_of_mask(node: Node) -> Node | None:
-    """The ids [tokens, k] that `node` [tokens, experts] has ones at, and zeros elsewhere."""
+    """Return the ids [tokens, k] at which `node` [tokens, experts] is 1, if it is 0 elsewhere."""
     if node.op != "call_function" or not is_call(node, aten.scatter.value):
         return None
-    given = all_arguments(node)
-    zeros = given["self"]
-    while base_operation(zeros) in KEEP_VALUES:
-        zeros = zeros.all_input_nodes[0]
-    is_zero = base_operation(zeros) in _MADE_ZERO or (
-        base_operation(zeros) in ("full", "full_like", "new_full") and all_arguments(zeros)["fill_value"] == 0
-    )
-    ids = given["index"]
-    if not is_zero or given["dim"] % 2 != 1 or given["value"] != 1 or fake_value(ids).dim() != 2:
+    arguments = all_arguments(node)
+    is_zero = fill_number(origin(arguments["self"], *_SAME)) == 0
+    ids = arguments["index"]
+    if not is_zero or arguments["dim"] % 2 != 1 or arguments["value"] != 1 or fake_value(ids).dim() != 2:
         return None
-    rows = [str(fake_value(one).shape[0]) for one in (node, ids)]
+    rows = [str(fake_value(tensor).shape[0]) for tensor in (node, ids)]
     return ids if rows[0] == rows[1] else None  # else the last tokens have no experts
 
 
 def _are_different(ids: Node) -> bool:
-    """True where a top-k of each row gives `ids`."""
-    while base_operation(ids) in KEEP_VALUES:
-        if fake_value(ids).dtype not in (torch.int64, torch.int32):
-            return False  # two experts may be one in it
-        ids = ids.all_input_nodes[0]
+    """Return whether `ids` are those of a top-k of each row."""
+    *steps, ids = first_inputs(ids, lambda step: has_trait(step, *_SAME))
+    if any(fake_value(step).dtype not in (torch.int64, torch.int32) for step in steps):
+        return False  # two experts may be one in it
     if base_operation(ids) != "getitem" or ids.args[1] != 1:
         return False
     chosen = ids.args[0]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.slot_operations import EXPERT_STACK
+from moepass.passes.ops.arguments import all_arguments
 
 aten = torch.ops.aten
 

@@ -29,14 +29,14 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.sink_token_gather import with_lookup
-from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.ops.arguments import is_arange
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors
 
 aten = torch.ops.aten
-
-_EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def token_return(node: Node) -> TokenReturn | None:
     if others or not is_call(inverse, aten.index_put.default, aten._unsafe_index_put.default):
         return None
     memory, (order, *more), places, *accumulates = cast("tuple[Node, list[Node], Node, bool]", inverse.args)
-    if more or any(accumulates) or inverse.kwargs or not is_call(memory, *_EMPTY):
+    if more or any(accumulates) or inverse.kwargs or not has_trait(memory, Trait.EMPTY):
         return None
     values = [fake_value(one) for one in (order, memory, places)]
     is_vector = all(value.dim() == 1 and value.dtype == torch.int64 for value in values)
@@ -134,16 +134,16 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _row_work_for(chain: tuple[Node, ...]) -> set[Node]:
-    """`chain`, and what else a tile may compute for it: lookups and pointwise operations that nothing else reads."""
-    found = set(chain)
-    pending = list(chain)
-    while pending:
-        for used in pending.pop().all_input_nodes:
-            is_row_work = is_call(used, aten.index.Tensor, aten.unsqueeze.default) or _is_pointwise(used)
-            if used not in found and is_row_work and set(used.users) <= found:
-                found.add(used)
-                pending.append(used)
-    return found
+    """Return `chain`, and the lookups and pointwise operations that only these nodes read: a tile may compute them."""
+    row_work = set(chain)
+
+    def is_row_work(node: Node) -> bool:
+        is_known = is_call(node, aten.index.Tensor, aten.unsqueeze.default) or _is_pointwise(node)
+        return is_known and set(node.users) <= row_work
+
+    for node in ancestors(*chain, follow=is_row_work):
+        row_work.add(node)
+    return row_work
 
 
 def _hoist(begin: Node, gemm: Node) -> bool:
@@ -154,13 +154,9 @@ def _hoist(begin: Node, gemm: Node) -> bool:
     place = positions(gemm.graph)
     back = _return_of(chain)
     row_work = _row_work_for(chain)
-    needed = {*chain, *(used for used in (back.order, *back.places.all_input_nodes) if place[used] > place[gemm])}
-    pending = list(needed)
-    while pending:
-        for used in pending.pop().all_input_nodes:
-            if used not in (gemm, *needed, *back.making_inverse) and place[used] > place[gemm]:
-                needed.add(used)
-                pending.append(used)
+    behind = [used for used in (back.order, *back.places.all_input_nodes) if place[used] > place[gemm]]
+    kept = {gemm, *back.making_inverse}
+    needed = set(ancestors(*chain, *behind, follow=lambda used: used not in kept and place[used] > place[gemm]))
     before = sorted(needed - row_work, key=place.__getitem__)
     if any(place[used] >= place[begin] and used not in before for node in before for used in node.all_input_nodes):
         return False

@@ -12,20 +12,20 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import ExpertGemm
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
-from moepass.passes.graph.operations import CASTS, base_operation
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
+from moepass.passes.ops.walk import descendants, origin
 
 aten = torch.ops.aten
 
-_SAME = CASTS | {"clone"}
 # Between the two products, and behind them.
 _MOST_STEPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRankPair:
-    """`second` multiplies what `first` gives, row by row times `scale`; both stand beside `main`, on the same rows."""
+    """Two GEMMs of low rank on the rows of `main`: `second` multiplies the scaled result of `first`."""
 
     main: ExpertGemm
     first: ExpertGemm
@@ -33,9 +33,9 @@ class LowRankPair:
 
 
 def low_rank_pairs(gemms: Sequence[ExpertGemm]) -> list[LowRankPair]:
-    """The pairs among `gemms`, in host order."""
+    """Return the pairs among `gemms`, in host order."""
     by_node = {gemm.node: gemm for gemm in gemms}
-    found: list[LowRankPair] = []
+    pairs: list[LowRankPair] = []
     for second in gemms:
         first = by_node.get(_before_scales(second.activations))
         if first is None or not _fit(first, second):
@@ -49,8 +49,8 @@ def low_rank_pairs(gemms: Sequence[ExpertGemm]) -> list[LowRankPair]:
             and _meet(gemm.node, second.node)
         ]
         if len(mains) == 1:
-            found.append(LowRankPair(mains[0], first, second))
-    return found
+            pairs.append(LowRankPair(mains[0], first, second))
+    return pairs
 
 
 def _fit(first: ExpertGemm, second: ExpertGemm) -> bool:
@@ -68,13 +68,11 @@ def _is_beside(main: ExpertGemm, first: ExpertGemm) -> bool:
 
 
 def _before_casts(node: Node) -> Node:
-    while node.op == "call_function" and (is_view(node) or base_operation(node) in _SAME) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+    return origin(node, passes=lambda step: is_view(step) or has_trait(step, Trait.CAST, Trait.COPY))
 
 
 def _before_scales(node: Node) -> Node:
-    """What is viewed, cast and multiplied by numbers alone up to `node`."""
+    """Return the value from which views, casts and products with numbers make `node`."""
     for _ in range(_MOST_STEPS):
         before = _before_casts(node)
         if is_call(before, aten.mul.Tensor) and _is_scaled(before):
@@ -86,32 +84,27 @@ def _before_scales(node: Node) -> Node:
 
 
 def _is_scaled(node: Node) -> bool:
-    """True where `node` multiplies its first operand by one number, or by a tensor of one."""
-    other = all_arguments(node)["other"]
-    if not isinstance(other, Node):
+    """Return whether `node` multiplies its first operand by a number, or by a tensor of one number."""
+    factor = all_arguments(node)["other"]
+    if not isinstance(factor, Node):
         return True
-    table = _before_casts(other)
-    if is_call(table, aten.index.Tensor):  # whatever is looked up in one number
-        other = all_arguments(table)["self"]
-    value = fake_value(other)
+    table = _before_casts(factor)
+    if is_call(table, aten.index.Tensor):  # a lookup in a tensor of one number
+        factor = all_arguments(table)["self"]
+    value = fake_value(factor)
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _meet(main: Node, second: Node) -> bool:
-    """True where a sum adds the results of both, scaled, cast or biased each for itself."""
+    """Return whether a sum adds the results of both, each of them scaled, cast or biased."""
     return bool(_sums_behind(main) & _sums_behind(second))
 
 
 def _sums_behind(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    pending = [node]
-    for _ in range(_MOST_STEPS):
-        if not pending:
-            break
-        for user in pending.pop(0).users:
-            is_step = is_view(user) or base_operation(user) in {*_SAME, "mul"}
-            if is_call(user, aten.add.Tensor):
-                found.add(user)
-            if (is_step or is_call(user, aten.add.Tensor)) and isinstance(fake_value(user), torch.Tensor):
-                pending.append(user)
-    return found
+    def is_step(user: Node) -> bool:
+        is_scaled = is_call(user, aten.add.Tensor) or base_operation(user) == "mul"
+        is_same = is_view(user) or has_trait(user, Trait.CAST, Trait.COPY)
+        return (is_scaled or is_same) and isinstance(fake_value(user), torch.Tensor)
+
+    steps = descendants(node, follow=is_step, most=4 * _MOST_STEPS)
+    return {user for user in steps if is_call(user, aten.add.Tensor)}

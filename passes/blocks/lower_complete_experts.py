@@ -23,13 +23,14 @@ from torch.fx import GraphModule, Node
 
 from moepass.models.homes import ADOPTED
 from moepass.passes.blocks.detect import find_blocks
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, module_path, readers
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, module_path
 from moepass.passes.graph.source_lines import source_line
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.walk import readers
 
 # `layer` is a tensor of one number, by which the kernel (in the runtime) knows the layer: no constant, so that a graph
 # that serves several layers is compiled once. `parts` are this rank's experts of each tensor, [own experts, ...]; rank

@@ -15,10 +15,11 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
-from moepass.passes.graph.nodes import copy_graph_module, mutates, positions
+from moepass.passes.graph.nodes import copy_graph_module, positions
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.slot_operations import EXPERT_STACK
+from moepass.passes.ops.traits import mutates
 
 
 @graph_pass(conflicts={"blocks"})

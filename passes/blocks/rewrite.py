@@ -21,11 +21,12 @@ import operator
 from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.detect import BlockMatch, bank_arguments, claimed_bank_tensors, find_blocks
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, readers
+from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.graph.source_lines import source_line
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
+from moepass.passes.ops.walk import readers
 
 
 @graph_pass(requires={"blocks"}, provides={"canonical"}, conflicts={"scheduled"})

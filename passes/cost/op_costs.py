@@ -19,10 +19,10 @@ from torch.fx import Node
 from moepass.models.formulas.gemms import convolution_flops, gemm_flops, triangular_solve_flops
 from moepass.models.formulas.memory import experts_hit
 from moepass.models.formulas.sizes import Size, divided
-from moepass.passes.cost.traffic_ops import TRAFFIC_OPS
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import fake_value, is_view, mutates
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import Trait, is_view, mutates, traits_of
 
 aten = torch.ops.aten
 
@@ -81,6 +81,7 @@ class OpCall:
 
 
 CostFunction = Callable[[OpCall], OpCost]
+_COMPUTE = {Trait.MATMUL, Trait.GROUPED_MATMUL, Trait.CONVOLUTION, Trait.ATTENTION}
 OP_COSTS: dict[str, CostFunction] = {}
 
 
@@ -118,9 +119,10 @@ def is_elementwise(target: object) -> bool:
     """Return whether only memory traffic counts: for pointwise operators, reductions, copies, sorts and fills."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if {torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)} & set(target.tags):
+    if getattr(torch.Tag, "reduction", None) in target.tags:
         return True
-    return target.namespace in ("aten", "prims") and target._schema.name.split("::")[1] in TRAFFIC_OPS
+    traits = traits_of(target)
+    return target.namespace in ("aten", "prims") and bool(traits) and traits.isdisjoint(_COMPUTE)
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:

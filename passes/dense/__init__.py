@@ -1,4 +1,4 @@
 """Experts of which each computes every token, or every slot: only what the result reads is computed.
 
-May import loops, masks, rows, blocks, graph, ir.
+May import loops, masks, rows, blocks, graph, ops, ir.
 """

@@ -23,23 +23,20 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
 
 from moepass.passes.dense.dense_gemms import dense_gemm
-from moepass.passes.dense.pair_layouts import CUTS, REDUCTIONS, SAME, Pairs, is_counting, is_plain, sources
-from moepass.passes.graph.contents import fill_number
+from moepass.passes.dense.pair_layouts import Pairs, is_counting, is_plain, sources
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import constant_of, draws_random_numbers, fake_value, is_call, map_nodes, mutates
-from moepass.passes.graph.operations import CASTS, base_operation, operation
+from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
+from moepass.passes.ops.arguments import all_arguments, fill_number
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
+from moepass.passes.ops.walk import origin
 from moepass.passes.rows.row_layout import Layout, features, size_of
-from moepass.passes.rows.row_operations import VIEWS
-from moepass.passes.rows.row_rules import acts_by_element
 
 aten = torch.ops.aten
 
 Number = bool | int | float
 
-_ANDS = {"mul", "bitwise_and", "logical_and"}
 _ABOUT_MEMORY = ("device", "pin_memory", "memory_format", "non_blocking")
-_MOVES = {"permute", "transpose", "t", "expand", "repeat", "slice", "select", *SAME}
+_MOVES = (Trait.RESHAPE, Trait.PERMUTE, Trait.EXPAND, Trait.REPEAT, Trait.SLICE, Trait.COPY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +84,19 @@ class Backgrounds:
             return self._multiplied(gemm.rows, gemm.of_rows(self.pairs), gemm.added, layout)
         if base in ("bmm", "mm"):
             return self._contracted(node, layout)
-        if base in ("_softmax", "softmax", "_safe_softmax"):
+        if has_trait(node, Trait.SOFTMAX):
             return self._softmax(node, layout)
         found_sources = sources(node, layout, self.pairs)
         if found_sources is None:
             return None
         below = {used: self.of(used, one) for used, one in found_sources.items()}
-        if operation(node) in VIEWS or base in _MOVES or (base == "getitem" and _is_cut(node)):
+        if has_trait(node, *_MOVES) or (base == "getitem" and has_trait(node.args[0], Trait.SPLIT)):
             return next(iter(below.values()))
-        if base in ("cat", "stack"):
+        if has_trait(node, Trait.JOIN):
             return self._together(list(below.values()))
-        if base in REDUCTIONS:
+        if has_trait(node, Trait.REDUCE):
             return self._reduced(base, next(iter(below.values())))
-        return self._elementwise(node, base, below, layout) if acts_by_element(node) else None
+        return self._elementwise(node, base, below, layout) if has_trait(node, Trait.ELEMENTWISE) else None
 
     # -------------------------------------------------------------------------------------------------------- leaves
 
@@ -218,7 +215,7 @@ class Backgrounds:
         self, node: Node, base: str, below: dict[Node, Background | None], layout: Layout
     ) -> Background | None:
         given = all_arguments(node)
-        if base in _ANDS:
+        if has_trait(node, Trait.AND):
             zero = next((one for one in below.values() if one is not None and one.is_zero), None)
             # 0 times what is infinite for every pair that was not chosen, as by a norm of zeros, spoils every token.
             is_spoiled = any(one is not None and not math.isfinite(one.number) for one in below.values())
@@ -270,33 +267,24 @@ def _stretched(dimension: Any, size: Any) -> Any:
     return dimension if size_expression(size) == size_of(dimension) else features(size)
 
 
-def _is_cut(node: Node) -> bool:
-    return base_operation(node.args[0]) in CUTS | {"unbind"}  # type: ignore[arg-type]
-
-
 def _before_views(node: Node, front: int) -> Node:
-    """What `node` shows some of: whole numbers, cast and viewed, or one of several of each place.
+    """Return the integers that `node` casts, views, or of which it takes a part behind the first `front` dimensions."""
 
-    The first `front` dimensions stay.
-    """
-    while node.op == "call_function":
-        base = base_operation(node)
-        source = node.all_input_nodes[0] if node.all_input_nodes else node
+    def is_shown(step: Node) -> bool:
+        source = step.all_input_nodes[0] if step.all_input_nodes else step
         value = fake_value(source)
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
-            return node
-        shapes = [[size_expression(size) for size in fake_value(one).shape] for one in (node, source)]
-        if base in CASTS | SAME:
-            is_shown = True
-        elif base in ("unsqueeze", "view", "reshape", "_unsafe_view"):
-            is_shown = [size for size in shapes[0] if size != 1] == [size for size in shapes[1] if size != 1]
-        else:
-            dim = all_arguments(node).get("dim", 0) % value.dim()
-            is_shown = base in ("select", "slice") and (dim == front or shapes[0] == shapes[1])
-        if not is_shown or shapes[0][:front] != shapes[1][:front]:
-            return node
-        node = source
-    return node
+            return False
+        before, after = ([*map(size_expression, fake_value(node).shape)] for node in (source, step))
+        if before[:front] != after[:front]:
+            return False
+        if has_trait(step, Trait.RESHAPE):
+            return [size for size in before if size != 1] == [size for size in after if size != 1]
+        is_part = base_operation(step) in ("select", "slice")
+        is_part = is_part and (before == after or all_arguments(step).get("dim", 0) % value.dim() == front)
+        return is_part or has_trait(step, Trait.CAST, Trait.COPY)
+
+    return origin(node, passes=is_shown)
 
 
 def _constant(node: Node) -> Number | None:

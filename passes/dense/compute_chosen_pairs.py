@@ -32,12 +32,14 @@ from moepass.passes.dense.read_results import SumOverExperts, sums_over_experts
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, mutates
+from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import in_words, named, place_of
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.masks.chosen_rows import Chosen, SortedPairs
+from moepass.passes.ops.traits import mutates
+from moepass.passes.ops.walk import descendants
 from moepass.passes.rows.row_layout import ratio, size_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -211,15 +213,9 @@ class _ChosenSum:
 
     def _check_unread(self, gemms: list[Node]) -> None:
         """Raises NotThisForm where more than the sum reads what the GEMMs give, or the chosen pairs need it."""
-        pending, seen = list(gemms), set(gemms)
         written = set(self.writer.written)
-        while pending:
-            node = pending.pop()
+        for node in descendants(*gemms, follow=lambda user: user is not self.found.node):
             if node.op == "output" or mutates(node):
                 raise NotThisForm("what each expert computes of each token is read by something else too")
-            for user in node.users:
-                if user in written:
-                    raise NotThisForm(f"{named(node)} is computed of several tokens or experts")
-                if user is not self.found.node and user not in seen:
-                    seen.add(user)
-                    pending.append(user)
+            if not written.isdisjoint(node.users):
+                raise NotThisForm(f"{named(node)} is computed of several tokens or experts")

@@ -9,26 +9,23 @@ grouped    a grouped GEMM of [experts · places, in] where all experts have as m
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
 import sympy
 import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import is_expert_weight
-from moepass.passes.dense.pair_layouts import SAME, Pairs
+from moepass.passes.dense.pair_layouts import Pairs
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import PERMUTATIONS, base_operation, operation, permutation
-from moepass.passes.rows.row_layout import Layout, features
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import first_inputs
+from moepass.passes.rows.row_layout import Layout, features, regrouped
 
 aten = torch.ops.aten
-
-_BATCHED = (aten.bmm.default, aten.baddbmm.default)
-_PLAIN = (aten.mm.default, aten.addmm.default)
-_MOVES = SAME | PERMUTATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +85,9 @@ class DenseGemm:
 
 def dense_gemm(node: Node) -> DenseGemm | None:
     """`node` as a GEMM of dense experts; None where it is none."""
-    if not is_call(node, *_BATCHED, *_PLAIN):
+    if not is_call(node, aten.bmm.default, aten.baddbmm.default, aten.mm.default, aten.addmm.default):
         return None
-    batch = int(is_call(node, *_BATCHED))
+    batch = int(has_trait(node, Trait.BATCHED_MATMUL))
     given = all_arguments(node)
     left, right = (given[name] for name in _names(node))
     added = given["self"] if is_call(node, aten.baddbmm.default, aten.addmm.default) else None
@@ -127,51 +124,41 @@ def _kind(batch: list[int], inner: list[int], outer: list[int]) -> str | None:
 
 
 def _ways_back(node: Node) -> list[tuple[Node, list[list[int]]]]:
-    """What `node` is the same elements of, the furthest first: and of each dimension which of its dimensions it is."""
+    """Return the tensors that have the elements of `node`, the furthest first, with the labels of its dimensions."""
     chain = _chain(node)
     found = []
     for start, source in enumerate(chain):
-        labels = _labels(source, chain[start + 1 :])
-        if labels is not None:
+        shape = getattr(fake_value(source), "shape", ())
+        are_known = all(isinstance(size, int) and size > 1 for size in shape)
+        if are_known and (labels := labels_behind(chain[start:])) is not None:
             found.append((source, labels))
     return found
 
 
 def _chain(node: Node) -> list[Node]:
-    chain = [node]
-    while chain[0].op == "call_function" and _moves(chain[0]):
-        chain.insert(0, chain[0].all_input_nodes[0])
-    return chain
+    return [*first_inputs(node, _moves)][::-1]
 
 
 def _moves(node: Node) -> bool:
     """True where `node` has the same elements as its operand, in other dimensions, or in another order."""
     if is_call(node, aten.expand.default):
         return [*fake_value(node).shape] == [*fake_value(node.all_input_nodes[0]).shape]
-    return operation(node) in VIEWS or base_operation(node) in _MOVES
+    return has_trait(node, Trait.RESHAPE, Trait.COPY, Trait.PERMUTE)
 
 
-def _labels(source: Node, steps: list[Node]) -> list[list[int]] | None:
-    """For each dimension behind `steps`, which dimensions of `source` it is, outermost first; None where one is cut."""
-    shape = getattr(fake_value(source), "shape", ())
-    if not all(isinstance(size, int) and size > 1 for size in shape):
-        return None
-    found = [[dim] for dim in range(len(shape))]
-    for node in steps:
-        if base_operation(node) in PERMUTATIONS:
-            found = [found[dim] for dim in permutation(node)]
-        elif operation(node) in VIEWS:
-            pending = [label for labels in found for label in labels]
-            found = []
-            for size in fake_value(node).shape:
-                labels: list[int] = []
-                product: Any = 1
-                while product != size and pending:
-                    labels.append(pending.pop(0))
-                    product *= shape[labels[-1]]
-                if product != size:
-                    return None
-                found.append(labels)
-            if pending:
+def labels_behind(chain: Sequence[Node]) -> list[list[int]] | None:
+    """Return the dimensions of the first of `chain` that each dimension of the last consists of, outermost first.
+
+    Dimensions of one element are left out. None if a dimension is cut.
+    """
+    shape = fake_value(chain[0]).shape
+    labels = [[dim] if size_expression(size) != 1 else [] for dim, size in enumerate(shape)]
+    for node in chain[1:]:
+        if has_trait(node, Trait.PERMUTE):
+            labels = [labels[dim] for dim in permutation(node)]
+        elif has_trait(node, Trait.RESHAPE):
+            regrouped_labels = regrouped(itertools.chain(*labels), shape.__getitem__, fake_value(node).shape)
+            if regrouped_labels is None:
                 return None
-    return found
+            labels = [list(group) for group in regrouped_labels]
+    return labels

@@ -18,10 +18,11 @@ from moepass.passes.dense.read_results import Forward
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.walk import descendants
 from moepass.passes.rows.row_layout import Layout
 from moepass.passes.rows.row_rules import is_flat
 
@@ -42,17 +43,10 @@ def last_gemms(graph: Graph) -> Iterator[DenseGemm]:
 
 
 def _feeds_another(start: Node, rules: Forward) -> bool:
-    pending, seen = [start], {start}
-    while pending:
-        for user in pending.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if dense_gemm(user) is not None:
-                return True
-            if rules.follow(user):
-                pending.append(user)
-    return False
+    def is_gemm(node: Node) -> bool:
+        return node is not start and dense_gemm(node) is not None
+
+    return any(map(is_gemm, descendants(start, follow=lambda user: is_gemm(user) or rules.follow(user), stop=is_gemm)))
 
 
 def group_slots(graph: Graph, gemm: DenseGemm) -> Node:

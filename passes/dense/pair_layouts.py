@@ -14,23 +14,12 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value, nodes_in
-from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation, permutation
+from moepass.passes.ops.arguments import all_arguments, is_arange, named_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import first_inputs
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
-from moepass.passes.rows.row_operations import NORMS, VIEWS
-from moepass.passes.rows.row_rules import acts_by_element
-
-aten = torch.ops.aten
-
-SAME = COPIES | {"lift_fresh_copy"}
-CUTS = {"split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"}
-# Along features, which they leave out, or keep as one.
-REDUCTIONS = {"sum", "mean", "amax", "amin", "prod", "any", "all", "logsumexp", "linalg_vector_norm"}
-# Along features, as many of which they give.
-SCANS = {"_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "flip"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,18 +100,18 @@ def sources(node: Node, layout: Layout, pairs: Pairs) -> dict[Node, Layout] | No
     """
     if node.op != "call_function":
         return None
-    name, base = operation(node), base_operation(node)
-    if name == "getitem":
+    base = base_operation(node)
+    if has_trait(node, Trait.ITEM):
         return _sources_of_item(node, layout)
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(fake_value(node), torch.Tensor):
         return None
-    if base in SAME or (acts_by_element(node) and base not in VIEWS):
+    if has_trait(node, Trait.ELEMENTWISE):
         return {used: broadcast_back(layout, fake_value(used).shape) for used in _tensors(node)}
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape = getattr(fake_value(source), "shape", ())
-    if name in VIEWS:
+    if has_trait(node, Trait.RESHAPE):
         return _only(source, reshaped(layout, shape))
-    if base in PERMUTATIONS:
+    if has_trait(node, Trait.PERMUTE):
         order = permutation(node)
         back = sorted(range(len(order)), key=order.__getitem__)
         return {source: Layout(tuple(layout.dimensions[place] for place in back))}
@@ -130,9 +119,9 @@ def sources(node: Node, layout: Layout, pairs: Pairs) -> dict[Node, Layout] | No
         return {source: broadcast_back(layout, shape)}
     if base == "repeat":
         return _only(source, _before_repeat(node, layout, shape, pairs))
-    if base in ("slice", "select", *REDUCTIONS, *SCANS, "glu"):
+    if has_trait(node, Trait.ALONG):
         return _only(source, _along_back(node, base, layout, shape))
-    if base in ("cat", "stack"):
+    if has_trait(node, Trait.JOIN):
         return _joined_back(node, base, layout)
     return None
 
@@ -153,7 +142,7 @@ def _sources_of_item(node: Node, layout: Layout) -> dict[Node, Layout] | None:
     base = base_operation(cut)
     source = cut.all_input_nodes[0]
     shape = fake_value(source).shape
-    if base in CUTS or base == "unbind":
+    if has_trait(cut, Trait.SPLIT):
         given = all_arguments(cut)
         dim = given["dim"] % len(shape)
         dimensions = list(layout.dimensions)
@@ -164,7 +153,7 @@ def _sources_of_item(node: Node, layout: Layout) -> dict[Node, Layout] | None:
         else:
             dimensions[dim] = features(shape[dim])
         return {source: Layout(tuple(dimensions))}
-    if base in NORMS and node.args[1] == 0:
+    if has_trait(cut, Trait.NORM) and node.args[1] == 0:
         given = named_arguments(cut)
         count = len(given["normalized_shape"])
         if not all(map(is_plain, layout.dimensions[-count:])):
@@ -211,7 +200,7 @@ def _along_back(node: Node, base: str, layout: Layout, shape: Sequence[Any]) -> 
         return None
     dims = [dim % len(shape) for dim in (given[name] if isinstance(given[name], (list, tuple)) else [given[name]])]
     dimensions = list(layout.dimensions)
-    if base == "select" or (base in REDUCTIONS and not given.get("keepdim", False)):
+    if base == "select" or (has_trait(node, Trait.REDUCE) and not given.get("keepdim", False)):
         for dim in sorted(dims):
             dimensions.insert(dim, features(shape[dim]))
     else:
@@ -244,8 +233,7 @@ def _joined_back(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | 
 
 def is_counting(node: Any) -> bool:
     """True for 0, 1, 2, .. along the one dimension that has more than one element."""
-    while isinstance(node, Node) and fake_value(node).dtype in (torch.int32, torch.int64):
-        if operation(node) not in VIEWS and base_operation(node) not in SAME | CASTS:
-            return is_arange(node)
-        node = node.all_input_nodes[0]
-    return False
+    if not isinstance(node, Node):
+        return False
+    *steps, source = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY, Trait.CAST))
+    return is_arange(source) and all(fake_value(step).dtype in (torch.int32, torch.int64) for step in steps)

@@ -11,12 +11,12 @@ from torch.fx import Graph, Node
 
 from moepass.passes.dense.dense_gemms import DenseGemm, dense_gemm
 from moepass.passes.dense.pair_layouts import Pairs
-from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call, mutates
+from moepass.passes.graph.nodes import fake_value, is_call, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import draws_random_numbers, mutates
 from moepass.passes.rows.row_layout import Layout
-from moepass.passes.rows.row_rules import RowRules, several
+from moepass.passes.rows.row_rules import RowRules
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class Forward(RowRules):
         if node.op != "call_function" or mutates(node) or draws_random_numbers(node):
             return False
         try:
-            found = self.with_rows(node, operation(node), base_operation(node), named_arguments(node))
+            found = self.with_rows(node)
         except NotThisForm:
             return False
         self._layouts[node] = found

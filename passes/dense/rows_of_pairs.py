@@ -17,10 +17,6 @@ from torch.fx import Node
 
 from moepass.passes.dense.dense_gemms import DenseGemm, dense_gemm
 from moepass.passes.dense.pair_layouts import (
-    CUTS,
-    REDUCTIONS,
-    SAME,
-    SCANS,
     Pairs,
     broadcast_back,
     features_in,
@@ -30,15 +26,14 @@ from moepass.passes.dense.pair_layouts import (
 )
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates
+from moepass.passes.graph.nodes import fake_value, map_nodes, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation, permutation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import grouped_gemm_for
+from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
+from moepass.passes.ops.walk import ancestors, first_inputs
 from moepass.passes.rows.row_layout import Layout, Part
-from moepass.passes.rows.row_operations import NORMS, VIEWS
-from moepass.passes.rows.row_rules import acts_by_element
 
 aten = torch.ops.aten
 
@@ -158,32 +153,21 @@ class RowsOfPairs:
 
     def _check_not_computed(self, node: Node) -> None:
         """Raises NotThisForm where a GEMM of the same experts gives what `node` is computed of, as it seems."""
-        pending, seen = [node], {node}
-        while pending:
-            current = pending.pop()
-            gemm = dense_gemm(current)
+
+        def is_of_experts(used: Node) -> bool:
+            tensors = [value for value in several(fake_value(used)) if isinstance(value, torch.Tensor)]
+            return any(size_expression(size) == self.pairs.experts for value in tensors for size in value.shape)
+
+        for gemm in map(dense_gemm, ancestors(node, follow=is_of_experts)):
             if gemm is not None and Pairs(gemm.experts, gemm.places) == self.pairs:
                 self._refuse(node, "is computed of what all experts give, in another way than pair by pair")
-            for used in current.all_input_nodes:
-                value = fake_value(used)
-                values = value if isinstance(value, (tuple, list)) else (value,)
-                is_of_experts = any(
-                    isinstance(one, torch.Tensor) and self.pairs.experts in [*map(size_expression, one.shape)]
-                    for one in values
-                )
-                if used not in seen and is_of_experts:
-                    seen.add(used)
-                    pending.append(used)
 
     def _viewed(self, node: Node, shape: list[Any]) -> Node:
         """`node` in another shape: what it is a view of, where that has it."""
         wanted = [*map(size_expression, shape)]
-        origin = node
-        while operation(origin) in VIEWS or base_operation(origin) in SAME:
-            origin = origin.all_input_nodes[0]
-            if [*map(size_expression, fake_value(origin).shape)] == wanted:
-                return origin
-        return self.writer.viewed(node, shape)
+        _, *viewed = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY))
+        same = (source for source in viewed if [*map(size_expression, fake_value(source).shape)] == wanted)
+        return next(same, None) or self.writer.viewed(node, shape)
 
     @property
     def _expert_share(self) -> Any:
@@ -256,22 +240,22 @@ class RowsOfPairs:
             self._refuse(
                 node, "is no operation that moepass knows to compute every pair of a token and an expert alone"
             )
-        if base in SAME or operation(node) in VIEWS or base == "repeat":
+        if has_trait(node, Trait.COPY, Trait.RESHAPE, Trait.REPEAT):
             ((source, one),) = below.items()
             return self._viewed(self.write(source, one), self._shape(layout))
         if base == "expand":
             ((source, one),) = below.items()
             return writer.emit(aten.expand.default, self._operand(source, layout), self._shape(layout))
-        if base in ("permute", "transpose", "t"):
+        if has_trait(node, Trait.PERMUTE):
             return self._turned(node, layout, *next(iter(below.items())))
         if operation(node) == "getitem":
-            return self._item(node, layout, *next(iter(below.items())))
-        if acts_by_element(node):
+            return self._item(node, *next(iter(below.items())))
+        if has_trait(node, Trait.ELEMENTWISE):
             if not all(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes):
                 self._refuse(node, "computes with a size")
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._operand(used, layout))
             return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        if base in ("cat", "stack"):
+        if has_trait(node, Trait.JOIN):
             if not all(one.has_rows for one in below.values()):
                 self._refuse(node, "puts rows together with what is the same for all of them")
             dim = all_arguments(node)["dim"] % len(layout.dimensions)
@@ -279,7 +263,7 @@ class RowsOfPairs:
             tensors = map_nodes(list(all_arguments(node)["tensors"]), rows.__getitem__)
             return writer.emit(node.target, tensors, 1 + kept(layout).index(dim))  # type: ignore[arg-type]
         source, one = next(iter(below.items()))
-        if base in ("slice", "select", "glu", *REDUCTIONS, *SCANS):
+        if has_trait(node, Trait.ALONG):
             return self._along(node, one, self.write(source, one))
         return self._refuse(node, "is no operation that moepass repeats for chosen rows")
 
@@ -293,14 +277,14 @@ class RowsOfPairs:
             return self._viewed(rows, self._shape(layout))
         return self.writer.emit(aten.permute.default, rows, [0, *places])
 
-    def _item(self, node: Node, layout: Layout, source: Node, before: Layout) -> Node:
+    def _item(self, node: Node, source: Node, before: Layout) -> Node:
         cut = node.args[0]
         assert isinstance(cut, Node)
         rows = self.write(source, before)
-        if base_operation(cut) in NORMS:
+        if has_trait(cut, Trait.NORM):
             args, kwargs = map_nodes((cut.args, cut.kwargs), lambda used: rows if used is source else used)
             return self.writer.getitem(self.writer.emit(cut.target, *args, **kwargs), 0)  # type: ignore[arg-type]
-        assert base_operation(cut) in CUTS | {"unbind"}
+        assert has_trait(cut, Trait.SPLIT)
         return self.writer.getitem(self._along(cut, before, rows), node.args[1])  # type: ignore[arg-type]
 
     def _along(self, node: Node, before: Layout, rows: Node) -> Node:

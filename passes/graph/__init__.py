@@ -1,4 +1,4 @@
 """Tools to read and write FX graphs: nodes, sizes, collectives, canonical texts, lines of source. Start at `nodes.py`.
 
-May import ir.
+May import ops, ir.
 """

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.arguments import named_arguments
 
 _c10d = torch.ops._c10d_functional
 

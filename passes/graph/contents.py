@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call, nodes_in
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.ops.arguments import is_arange, named_arguments
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import first_inputs
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-_OF_TORCH = {"aten", "prims"}
-# Operators whose result is uninitialised.
-MAKE_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-# Further ones with uninitialised elements: of quantized types, or in memory that was enlarged.
-_UNINITIALISED = MAKE_EMPTY | {
-    "empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "resize", "resize_as",
-    "_resize_output",
-}  # fmt: skip
-# Operators that read only size and type of their first argument.
-_READ_ONLY_SIZES = {
-    "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones",
-    "new_full", "fill", "zero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
-}  # fmt: skip
-_FILL_NUMBERS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
-_FULL = {"full", "full_like", "new_full"}
-_KEEP_NUMBERS = (
-    aten.clone.default, aten._to_copy.default, prims.convert_element_type.default, aten.view.default,
-    aten._unsafe_view.default, aten.alias.default,
-)  # fmt: skip
+aten = torch.ops.aten
 
 
 def is_uninitialised(node: Node) -> bool:
     """Return whether the node's result is uninitialised memory."""
-    return _is_of_torch(node) and base_operation(node) in _UNINITIALISED
+    return has_trait(node, Trait.UNINITIALISED)
 
 
 def inputs_read(node: Node) -> tuple[list[Node], list[Node]]:
@@ -50,16 +32,11 @@ def inputs_read(node: Node) -> tuple[list[Node], list[Node]]:
     return read, [] if unread in read else [unread]
 
 
-def _is_of_torch(node: Node) -> bool:
-    is_operator = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-    return is_operator and node.target.namespace in _OF_TORCH  # type: ignore[union-attr]
-
-
 def _unread_argument(node: Node) -> Node | None:
-    if not _is_of_torch(node) or not node.args or not isinstance(node.args[0], Node):
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     first = node.args[0]
-    return first if base_operation(node) in _READ_ONLY_SIZES or _overwrites(node, first) else None
+    return first if has_trait(node, Trait.SIZES_ONLY, Trait.REFILL) or _overwrites(node, first) else None
 
 
 def _overwrites(node: Node, first: Node) -> bool:
@@ -88,16 +65,16 @@ def _is_permutation_index(index: Node, written: Node) -> bool:
     value, target = fake_value(index), fake_value(written)
     if value.dim() != 1 or target.dim() == 0 or str(value.shape[0]) != str(target.shape[0]):
         return False
-    node = index
+
+    def has_same_numbers(step: Node) -> bool:
+        is_same = has_trait(step, Trait.COPY, Trait.CAST, Trait.RESHAPE)
+        return is_same and _have_equal_sizes(step, step.all_input_nodes[0])
+
     # Smaller integer types may not represent all positions.
-    while fake_value(node).dtype in (torch.int64, torch.int32):
-        if _is_order(node):
-            return True
-        inputs = node.all_input_nodes
-        if not is_call(node, *_KEEP_NUMBERS) or not _have_equal_sizes(node, inputs[0]):
-            return False
-        node = inputs[0]
-    return False
+    integers = itertools.takewhile(
+        lambda step: fake_value(step).dtype in (torch.int64, torch.int32), first_inputs(index, has_same_numbers)
+    )
+    return any(map(_is_order, integers))
 
 
 def _is_order(node: Node) -> bool:
@@ -111,28 +88,3 @@ def _is_order(node: Node) -> bool:
         values = named_arguments(node)["values"]
         return bool(unread) and is_arange(values) and _have_equal_sizes(values, node)
     return False
-
-
-def fill_number(node: Node) -> bool | int | float | None:
-    """Return the number with which all elements of `node` are filled, or None if there is none."""
-    if not _is_of_torch(node):
-        return None
-    base = base_operation(node)
-    arguments = named_arguments(node)
-    number = (
-        arguments["fill_value"]
-        if base in _FULL
-        else arguments["s"]
-        if base == "scalar_tensor"
-        else _FILL_NUMBERS.get(base)
-    )
-    return number if isinstance(number, (bool, int, float)) else None
-
-
-def is_arange(node: Node) -> bool:
-    """Return whether `node` is a one-dimensional arange 0, 1, 2, .. in int32 or int64."""
-    if not is_call(node, aten.arange.default, aten.arange.start, aten.arange.start_step, prims.iota.default):
-        return False
-    arguments = named_arguments(node)
-    is_exact = fake_value(node).dtype in (torch.int32, torch.int64)
-    return is_exact and (arguments.get("start", 0), arguments.get("step", 1)) == (0, 1)

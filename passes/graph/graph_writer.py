@@ -12,9 +12,10 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, mutates
+from moepass.passes.graph.nodes import fake_value, is_call, map_nodes
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.traits import mutates
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

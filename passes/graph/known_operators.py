@@ -13,8 +13,9 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.contents import is_uninitialised
-from moepass.passes.graph.nodes import constant_of, draws_random_numbers
+from moepass.passes.graph.nodes import constant_of
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.traits import draws_random_numbers
 
 _PURE_LIBRARIES = {"aten", "prims", "moepass"}
 _PURE_OPERATORS = {

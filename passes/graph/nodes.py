@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from moepass.passes.ir.segment import REGION_KEY
-
-aten = torch.ops.aten
-
-# Views whose schema declares no alias although they share memory with their input, always or for some arguments. The
-# list comes from running every operator of torch 2.13 (tests/helpers/graphs/undeclared_views.py).
-_UNDECLARED_VIEWS = {
-    aten._unsafe_view.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-    aten.lift.default,
-    aten.dequantize.self,  # of a tensor that is not quantised
-}
 
 
 def copy_graph_module(module: GraphModule) -> GraphModule:
@@ -54,58 +42,6 @@ def graphs_within(module: GraphModule) -> Iterator[Graph]:
 def is_call(node: object, *targets: object) -> bool:
     """Return whether `node` is a call of one of `targets`."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
-
-
-def is_view(node: Node) -> bool:
-    """Return whether the node's output shares memory with one of its inputs."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem or node.target in _UNDECLARED_VIEWS:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(value.alias_info is not None for value in schema.returns)
-
-
-def mutates(node: Node) -> bool:
-    """Return whether the node writes to one of its inputs."""
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    return schema is not None and bool(schema.is_mutable)
-
-
-def draws_random_numbers(node: Node) -> bool:
-    """Return whether the node's result depends on a random generator."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    # Operators that draw numbers only in training have the tag too, such as attention because of its dropout.
-    values = {argument.name: argument.default_value for argument in target._schema.arguments}
-    values.update(zip(values, node.args, strict=False))
-    values.update(node.kwargs)
-    off = values.get("dropout_p") == 0 or values.get("training") is False or values.get("train") is False
-    return not off
-
-
-def view_source(node: Node) -> Node:
-    """Return the node whose memory `node` views; `node` itself if it is not a view."""
-    while is_view(node):
-        inputs = node.all_input_nodes
-        if not inputs:
-            break
-        node = inputs[0]
-    return node
-
-
-def readers(node: Node) -> Iterator[Node]:
-    """Yield every node that reads `node`'s memory, directly or through views, in no fixed order; views included."""
-    seen: set[Node] = set()
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if user not in seen:
-                seen.add(user)
-                yield user
-                if is_view(user):
-                    pending.append(user)
 
 
 def first_of_region(node: Node) -> Node:
@@ -142,6 +78,17 @@ def fake_value(node: Node) -> Any:
     return node.meta.get("val")
 
 
+def several(value: Any) -> Sequence[Any]:
+    """Return `value`, or a tuple of it alone if it is no tuple or list."""
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def is_float(node: object) -> bool:
+    """Return whether the value of `node` is a floating-point tensor."""
+    value = fake_value(node) if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
     """Return `value` with its nodes replaced."""
     return torch.fx.node.map_arg(value, replace)
@@ -173,7 +120,7 @@ def symbolic_sizes(nodes: Iterable[Node]) -> Iterator[torch.SymInt]:
     """Yield every symbolic size and stride of the nodes' values, and the values that are symbolic sizes."""
     for node in nodes:
         value = fake_value(node)
-        for item in value if isinstance(value, (list, tuple)) else (value,):
+        for item in several(value):
             for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
                 if isinstance(size, torch.SymInt):
                     yield size

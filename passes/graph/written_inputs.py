@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.node_arguments import named_arguments
-from moepass.passes.graph.nodes import mutates, nodes_in, view_source
+from moepass.passes.graph.nodes import nodes_in
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.traits import mutates
+from moepass.passes.ops.walk import view_source
 
 
 def writes_to_inputs(graph: Graph) -> dict[Node, tuple[Node, ...]]:

@@ -24,13 +24,11 @@ from torch.fx import Node
 
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call, map_nodes, mutates, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation, permutation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
-from moepass.passes.loops.pieces import SPLITS, Pieces, pieces_of, rows_in
+from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
 from moepass.passes.masks.chosen_rows import (
@@ -40,10 +38,11 @@ from moepass.passes.masks.chosen_rows import (
     masks_of_all_experts,
     masks_of_experts,
 )
+from moepass.passes.ops.arguments import all_arguments, named_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
-from moepass.passes.rows.row_operations import ALONG, MADE, NORMS, TOGETHER, VIEWS
-from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, any_rows, fits, several
+from moepass.passes.rows.row_rules import Layouts, RowRules, any_rows, fits
 from moepass.passes.rows.rows_in_front import dim_in_front, features_behind, row_parts, rows_dim, trailing
 
 aten = torch.ops.aten
@@ -157,7 +156,7 @@ class Branches(RowRules):
         elif not self.groups.fit(pieces, rows):
             self._refuse(first, "is cut into other pieces than what it meets")
         self._layouts[first] = layout
-        return RowsOfAll(self.groups.all_rows(pieces, layout, self._shape_of(layout), self.writer), layout)
+        return RowsOfAll(self.groups.all_rows(pieces, self._shape_of(layout), self.writer), layout)
 
     def _chosen_rows(self, nodes: tuple[Node, ...]) -> Pieces | None:
         """What `nodes` list of the pairs that masks of experts select; None where they list none."""
@@ -232,7 +231,7 @@ class Branches(RowRules):
     def _check_cuts(self, nodes: tuple[Node, ...]) -> None:
         """Raises NotThisForm where `nodes` cut rows out that may not all be there, or take pieces in another order."""
         sources = {node.args[0] for node in nodes if is_call(node, operator.getitem)}
-        if len(sources) == 1 and base_operation(cast("Node", next(iter(sources)))) in SPLITS:
+        if len(sources) == 1 and has_trait(next(iter(sources)), Trait.SPLIT):
             self._refuse(
                 nodes[0],
                 "cuts rows into pieces, and not all of these are put together, or in another order; "
@@ -253,28 +252,27 @@ class Branches(RowRules):
 
     def _counts_rows(self, node: Node) -> bool:
         """True where sizes stand among the arguments, which are looked at where the results are."""
-        return operation(node) in VIEWS or base_operation(node) in MADE | {"expand", "slice"}
+        return has_trait(node, Trait.RESHAPE, Trait.FILL, Trait.EXPAND) or base_operation(node) == "slice"
 
     # ------------------------------------------------------------------------------------------------------ rows
 
     def _of_rows(self, nodes: tuple[Node, ...], tensors: dict[Node, Together]) -> RowsOfAll:
         node = nodes[0]
-        name, base = operation(node), base_operation(node)
-        if name == "getitem":
+        base = base_operation(node)
+        if has_trait(node, Trait.ITEM):
             (source,) = tensors.values()
             assert isinstance(source, RowsOfAll)
             place = cast("int", node.args[1])
             self._layouts[node] = found = several(source.layouts)[place]
             return RowsOfAll(self.writer.getitem(source.node, place), found)
         self._check_operator(node)
-        arguments = named_arguments(node)
-        self._layouts[node] = found = self.with_rows(node, name, base, arguments)
+        self._layouts[node] = found = self.with_rows(node)
         self._check_results(nodes, found)
         if base in ("mm", "addmm"):
-            return RowsOfAll(self._multiplied(node, base, arguments, tensors), found)
+            return RowsOfAll(self._multiplied(node, base, named_arguments(node), tensors), found)
         if node in self._whole:
             return dataclasses.replace(self._only_rows(tensors), layouts=found)
-        return RowsOfAll(self._repeated(node, base, arguments, tensors, found), found)
+        return RowsOfAll(self._repeated(node, base, tensors, found), found)
 
     def _of_matrices(self, nodes: tuple[Node, ...]) -> RowsOfAll:
         """Batches of rows, each times the one matrix of the branch."""
@@ -399,27 +397,25 @@ class Branches(RowRules):
             self._row_ids = self.groups.expert_of_each_row(self.writer)
         return self._row_ids
 
-    def _repeated(
-        self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together], found: Layouts
-    ) -> Node:
+    def _repeated(self, node: Node, base: str, tensors: dict[Node, Together], found: Layouts) -> Node:
         """The same operation on the rows of all branches, which are in front."""
         writer = self.writer
-        if operation(node) in VIEWS or base == "expand":
+        if has_trait(node, Trait.RESHAPE) or base == "expand":
             assert isinstance(found, Layout)
             rows, shape = self._only_rows(tensors).node, self._shape_of(found)
             return writer.emit(aten.expand.default, rows, shape) if base == "expand" else writer.viewed(rows, shape)
-        if base in PERMUTATIONS:
+        if has_trait(node, Trait.PERMUTE):
             return self._permuted_rows(node, self._only_rows(tensors))
         if base == "index":
             looked_up = self._looked_up_rows(node, tensors)
             if not isinstance(found, Layout) or not self._has_shape(fake_value(looked_up), found):
                 self._refuse(node, "gives other sizes for the rows of all experts together")
             return looked_up
-        if any(isinstance(value, ByExpert) for value in tensors.values()) and not acts_by_element(node):
+        if any(isinstance(value, ByExpert) for value in tensors.values()) and not has_trait(node, Trait.ELEMENTWISE):
             self._refuse(node, "is given something of each expert, and is no operation of single elements")
         layout = several(found)[0]
         assert layout is not None
-        if acts_by_element(node):
+        if has_trait(node, Trait.ELEMENTWISE):
             behind = len(features_behind(layout))
             operands = {used: self._operand(used, tensors, behind) for used in tensors}
             args, kwargs = map_nodes((node.args, node.kwargs), operands.__getitem__)
@@ -440,10 +436,10 @@ class Branches(RowRules):
 
     def _along_features(self, node: Node, base: str, tensors: dict[Node, Together]) -> tuple[Any, Any]:
         """Return the arguments of an operation along features, which are the last dimension of all rows together."""
-        if base in ("constant_pad_nd", *NORMS):
+        if has_trait(node, Trait.PAD, Trait.NORM):
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: tensors[used].node)
             return args, kwargs
-        if base not in ALONG | TOGETHER | {"index_select"}:
+        if not has_trait(node, Trait.ALONG, Trait.TOGETHER) and base != "index_select":
             self._refuse(node, "is none of the operations that moepass repeats for all experts together")
         given = all_arguments(node)
         source = self._only_rows(tensors).layout
@@ -486,20 +482,20 @@ class Branches(RowRules):
         if base == "getitem":
             return writer.getitem(first.node, node.args[1])  # type: ignore[arg-type]
         value = fake_value(node)
-        if base in CASTS | COPIES:
+        if has_trait(node, Trait.CAST, Trait.COPY):
             return writer.emit(node.target, first.node, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
-        if base in PERMUTATIONS:
+        if has_trait(node, Trait.PERMUTE):
             return writer.emit(aten.permute.default, first.node, [0, *(dim + 1 for dim in permutation(node))])
-        if operation(node) in VIEWS:
+        if has_trait(node, Trait.RESHAPE):
             return writer.viewed(first.node, [self.experts, *value.shape])
         dims = fake_value(next(iter(tensors))).dim()
-        if base in ("slice", "select", "split", "split_with_sizes") and not others:
+        if has_trait(node, Trait.SLICE, Trait.SPLIT) and not others:
             given = all_arguments(node)
             given["dim"] = given["dim"] % dims + 1
             given["self"] = first.node
             names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
             return writer.emit(node.target, *(given[name] for name in names))  # type: ignore[arg-type]
-        if acts_by_element(node) and isinstance(value, torch.Tensor):
+        if has_trait(node, Trait.ELEMENTWISE) and isinstance(value, torch.Tensor):
             operands = {used: self._aligned(used, one, value.dim()) for used, one in tensors.items()}
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: operands.get(used, used))
             written = writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.nodes import is_view
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS
 from moepass.passes.masks.chosen_rows import is_whole_slice
+from moepass.passes.ops.traits import base_operation, is_view
 
 
 def merge_equal_views(graph: Graph) -> None:

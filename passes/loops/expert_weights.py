@@ -17,6 +17,7 @@ from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.loops.pieces import pieces_of
+from moepass.passes.ops.walk import ancestors
 
 aten = torch.ops.aten
 
@@ -66,19 +67,10 @@ class FixedNodes:
             erase_unread(stack.graph, stack)
 
     def holds(self, node: Node) -> bool:
-        """True where no argument of the graph goes into `node`."""
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            if current in self._known:
-                pending.pop()
-                continue
-            unknown = [used for used in current.all_input_nodes if used not in self._known]
-            if unknown:
-                pending += unknown
-                continue
-            self._known[current] = self._is_fixed(current)
-            pending.pop()
+        """Return whether `node` depends on no argument of the graph."""
+        for unknown in sorted(ancestors(node, follow=lambda used: used not in self._known)):
+            if unknown not in self._known:
+                self._known[unknown] = self._is_fixed(unknown)
         return self._known[node]
 
     def _is_fixed(self, node: Node) -> bool:

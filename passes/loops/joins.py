@@ -10,12 +10,12 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.graph.graph_writer import GraphWriter
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import RowsOfAll
 from moepass.passes.loops.row_groups import RowGroups
+from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.rows.row_layout import Dimension, size_of
 from moepass.passes.rows.rows_in_front import row_parts, shape_in_place
 

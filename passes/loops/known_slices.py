@@ -21,13 +21,10 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.collectives import WAIT, collective_of
-from moepass.passes.graph.contents import fill_number
+from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
-from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation
 from moepass.passes.loops.known_totals import (
     KnownCounts,
     NotKnownError,
@@ -36,12 +33,15 @@ from moepass.passes.loops.known_totals import (
     read_tables,
     reads_of,
 )
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.arguments import all_arguments, fill_number
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
+from moepass.passes.ops.walk import origin
 
 aten = torch.ops.aten
 
 # Some of the numbers, as those of the experts of this rank.
-_SOME = {"slice", "select", "index_select"}
+# The same numbers in another order, shape or dtype.
+_SAME_NUMBERS = (Trait.PERMUTE, Trait.RESHAPE, Trait.COPY, Trait.CAST)
 _WIDE = (torch.bool, torch.int32, torch.int64, torch.float32)
 
 
@@ -129,17 +129,16 @@ def _reads_of_sums(graph: Graph, added: Node) -> Iterator[list[Node]]:
 
 
 def _added_up(node: Node) -> Node:
-    """Numbers that add up to the same as those of `node`; none of the steps between them takes a narrower type."""
-    while fake_value(node).dtype in (torch.int32, torch.int64):
-        if base_operation(node) not in PERMUTATIONS | COPIES | CASTS and operation(node) not in VIEWS | {
-            "sum.dim_IntList"
-        }:
-            break
-        before = node.all_input_nodes[0]
-        if fake_value(before).dtype not in (torch.bool, torch.int32, fake_value(node).dtype):
-            break
-        node = before
-    return node
+    """Return a tensor whose sum is that of `node`; no step between them has a narrower dtype."""
+
+    def keeps_sum(step: Node) -> bool:
+        dtype = fake_value(step).dtype
+        if dtype not in (torch.int32, torch.int64):
+            return False
+        is_sum = has_trait(step, *_SAME_NUMBERS) or operation(step) == "sum.dim_IntList"
+        return is_sum and fake_value(step.all_input_nodes[0]).dtype in (torch.bool, torch.int32, dtype)
+
+    return origin(node, passes=keeps_sum)
 
 
 def _is_count(node: Node) -> bool:
@@ -161,9 +160,7 @@ def _is_count(node: Node) -> bool:
     collective = collective_of(node)
     if collective is not None:
         return collective.kind in ("all_to_all", "all_gather") and _is_count(collective.input)
-    passes_on = (
-        base in PERMUTATIONS | COPIES | CASTS | _SOME | {"sum"} or operation(node) in VIEWS or is_call(node, WAIT)
-    )
+    passes_on = has_trait(node, *_SAME_NUMBERS, Trait.SLICE, Trait.WAIT) or base in ("index_select", "sum")
     return passes_on and _is_count(node.all_input_nodes[0])
 
 

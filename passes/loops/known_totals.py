@@ -23,17 +23,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_masks import chosen_experts
 from moepass.passes.graph.collectives import communications_of
-from moepass.passes.graph.contents import fill_number, is_arange
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_view, map_nodes, mutates
-from moepass.passes.graph.operations import CASTS, COPIES, base_operation
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes, several
 from moepass.passes.masks.chosen_rows import chosen_by_top_k
+from moepass.passes.ops.arguments import all_arguments, fill_number, is_arange
+from moepass.passes.ops.traits import Trait, has_trait, is_view, mutates
+from moepass.passes.ops.walk import first_inputs, origin
 
 aten = torch.ops.aten
-
-_SAME = CASTS | COPIES
 
 
 class NotKnownError(Exception):
@@ -100,7 +98,7 @@ class KnownCounts:
         if not isinstance(node, Node):
             return False
         value = fake_value(node)
-        for one in value if isinstance(value, (tuple, list)) else (value,):
+        for one in several(value):
             sizes = [*one.shape, *one.stride()] if isinstance(one, torch.Tensor) else [one]
             for size in sizes:
                 symbols = getattr(getattr(size, "node", None), "expr", sympy.Integer(0)).free_symbols
@@ -175,10 +173,10 @@ def place_of_number(select: Node) -> int:
 
 def known_total(counts: Node, experts: int) -> sympy.Expr | None:
     """What `counts` [experts] add up to, where that is known; none of them is below zero."""
-    while base_operation(counts) in _SAME:
-        counts = counts.all_input_nodes[0]
-        if fake_value(counts).dtype not in (torch.int32, torch.int64, torch.float32):
-            return None
+    _, *casts = first_inputs(counts, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
+    if any(fake_value(step).dtype not in (torch.int32, torch.int64, torch.float32) for step in casts):
+        return None
+    counts = casts[-1] if casts else counts
     if is_call(counts, aten.histc.default):
         given = all_arguments(counts)
         is_whole = given["bins"] == experts and given["min"] == 0 and given["max"] in (experts - 1, experts)
@@ -201,8 +199,7 @@ def known_total(counts: Node, experts: int) -> sympy.Expr | None:
         ids = fake_value(mask.ids)
         # Whole numbers, or truths: none is rounded.
         return _elements(mask.ids) if not value.is_floating_point() and ids.dim() == 2 else None
-    while base_operation(of) in _SAME:
-        of = of.all_input_nodes[0]
+    of = origin(of, Trait.CAST, Trait.COPY)
     if not is_call(of, aten.eq.Tensor) or value.is_floating_point():
         return None
     for ids, numbers in (of.args, of.args[::-1]):
@@ -228,7 +225,7 @@ def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
             if sympy.expand(_elements(node) - _elements(node.all_input_nodes[0])) != 0:
                 return None
             node = node.all_input_nodes[0]
-        elif base_operation(node) in _SAME:
+        elif has_trait(node, Trait.CAST, Trait.COPY):
             node = node.all_input_nodes[0]
         else:
             break

@@ -18,15 +18,12 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.rows.row_layout import Layout, Part, features
 
 aten = torch.ops.aten
-
-# By their `base_operation`.
-SPLITS = {"split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind", "chunk"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +116,7 @@ def _split(nodes: Sequence[Node]) -> Pieces | None:
     (split,) = sources
     assert isinstance(split, Node)
     base = base_operation(split)
-    if base not in SPLITS:
+    if not has_trait(split, Trait.SPLIT):
         return None
     if len(fake_value(split)) != len(nodes):
         return None

@@ -6,32 +6,27 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import origin
 
 aten = torch.ops.aten
 
-# They keep the order of elements, or repeat all of them.
-_KEEP_ORDER = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.unsqueeze.default,
-    aten.clone.default,
-)  # fmt: skip
-
 
 def multiplies_by_one_matrix(node: Node) -> bool:
-    """True for `bmm(rows [batches, rows, in], weights)` where all batches have the same matrix."""
+    """Return whether `node` is `bmm(rows [batches, rows, in], weights)` with the same matrix for all batches."""
     return is_call(node, aten.bmm.default) and repeated_matrix(node.args[1]) is not node.args[1]
 
 
 def repeated_matrix(node: object) -> Node:
-    """The matrix [in, out] that `node` [.., in, out] repeats; `node` itself where it repeats none."""
+    """Return the matrix [in, out] that `node` [.., in, out] repeats, or `node` itself."""
     assert isinstance(node, Node)
     matrix = list(fake_value(node).shape[-2:])
-    current = node
-    while is_call(current, *_KEEP_ORDER) and _ends_in(current, matrix):
-        current = current.all_input_nodes[0]
-    return current if list(fake_value(current).shape) == matrix and current is not node else node
+    repeats = (Trait.RESHAPE, Trait.EXPAND, Trait.COPY)
+    source = origin(node, passes=lambda step: has_trait(step, *repeats) and _ends_in(step, matrix))
+    return source if list(fake_value(source).shape) == matrix else node
 
 
 def _ends_in(node: Node, matrix: list[object]) -> bool:
-    """True where `node`, and what it is made of, end in the dimensions of the matrix, which are constants."""
+    """Return whether `node` and its first input end in the dimensions of the matrix, which are constants."""
     shapes = [list(fake_value(one).shape) for one in (node, node.all_input_nodes[0])]
     return all(isinstance(size, int) for size in matrix) and all(shape[-2:] == matrix for shape in shapes)

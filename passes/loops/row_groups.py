@@ -14,13 +14,12 @@ from torch.fx import Node
 
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.known_totals import place_of_number
 from moepass.passes.loops.pieces import Pieces
-from moepass.passes.rows.row_layout import Layout
+from moepass.passes.ops.arguments import all_arguments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -87,7 +86,7 @@ class RowGroups:
             return False
         return rows == self.sizes[0] and (self.is_even or pieces.sizes == self.sizes)
 
-    def all_rows(self, pieces: Pieces, layout: Layout, shape: Sequence[Any], writer: GraphWriter) -> Node:
+    def all_rows(self, pieces: Pieces, shape: Sequence[Any], writer: GraphWriter) -> Node:
         """The rows of all pieces, each of which has `layout`, in that `shape`."""
         source, dim = pieces.source, pieces.dim
         if not self.is_even:

@@ -13,16 +13,15 @@ import dataclasses
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, base_operation, is_mask
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import Branches, RowsOfAll
 from moepass.passes.masks.chosen_rows import Chosen, expert_mask, selected_column
+from moepass.passes.ops.arguments import all_arguments, fill_number, is_mask
+from moepass.passes.ops.traits import Trait, has_trait
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -131,7 +130,7 @@ def _added(node: Node) -> _Added | None:
     if given["accumulate"]:  # as Inductor writes index_add
         return _Added(node, total, indices[0], rows, refusal=refusal)
     overwritten = _overwritten(node, total, indices[0], rows)
-    if base_operation(rows) in CASTS and len(rows.users) == 1:
+    if has_trait(rows, Trait.CAST) and len(rows.users) == 1:
         # A sum of another type than the result has is cast to that before it is written.
         (rows,) = rows.all_input_nodes
     if not is_call(rows, aten.add.Tensor) or all_arguments(rows)["alpha"] != 1 or len(rows.users) != 1:

@@ -42,10 +42,10 @@ from moepass.passes.loops.known_totals import without_known_reads
 from moepass.passes.loops.sums_by_token import SumByToken, summed, sums_by_token
 from moepass.passes.masks.list_masked_rows import list_masked_rows
 from moepass.passes.masks.unread_masks import erase_unread_masks
+from moepass.passes.ops.walk import ancestors
 
 aten = torch.ops.aten
 
-_GEMMS = (aten.mm.default, aten.addmm.default)
 # Nodes that an expert computes with; a walk that meets more has left it.
 _MOST_NODES = 200
 
@@ -150,15 +150,10 @@ def _are_of_experts(join: Join, branches: Branches, fixed: FixedNodes) -> bool:
 
 
 def _gemms_before(branch: Node) -> set[Node]:
-    gemms: set[Node] = set()
-    pending, seen = [branch], {branch}
-    while pending and len(seen) < _MOST_NODES:
-        node = pending.pop(0)
-        if is_call(node, *_GEMMS):
-            gemms.add(node)
-            continue
-        for used in node.all_input_nodes:
-            if used not in seen and not isinstance(fake_value(used), torch.SymInt):
-                seen.add(used)
-                pending.append(used)
-    return gemms
+    def is_gemm(node: Node) -> bool:
+        return is_call(node, aten.mm.default, aten.addmm.default)
+
+    def is_value(node: Node) -> bool:
+        return not isinstance(fake_value(node), torch.SymInt)
+
+    return set(filter(is_gemm, ancestors(branch, follow=is_value, stop=is_gemm, most=_MOST_NODES)))

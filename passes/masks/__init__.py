@@ -1,4 +1,4 @@
 """Masks of the experts that a router chose: what they select is sorted by expert, so that its size is known.
 
-May import rows, blocks, graph, ir.
+May import rows, blocks, graph, ops, ir.
 """

@@ -22,16 +22,14 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.graph_writer import GraphWriter
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation, permutation
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.arguments import all_arguments, is_arange, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import first_inputs
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_SAME = CASTS | COPIES
 # Types that hold every expert id.
 _ID_TYPES = (torch.int64, torch.int32)
 
@@ -115,12 +113,12 @@ def expert_mask(node: Node) -> ExpertMask | None:
         if not isinstance(fake_value(node), torch.Tensor) or node.op != "call_function":
             return None
         base, given = base_operation(node), all_arguments(node)
-        if base in PERMUTATIONS | {"any", "select", "squeeze"}:
+        if has_trait(node, Trait.PERMUTE) or base in ("any", "select", "squeeze"):
             steps.append((base, node))
         elif base in ("ne", "gt"):
             if given["other"] != 0:
                 return None
-        elif base not in _SAME and not is_whole_slice(node):
+        elif not has_trait(node, Trait.CAST, Trait.COPY) and not is_whole_slice(node):
             break
         node = node.all_input_nodes[0]
     if base != "eq":
@@ -190,15 +188,14 @@ def chosen_by_top_k(node: object) -> Chosen | None:
 
     Ids [tokens, k], or all of them in the order of tokens, [tokens · k], each of which counts as a token then.
     """
-    while isinstance(node, Node) and node.op == "call_function":
-        if not isinstance(fake_value(node), torch.Tensor) or fake_value(node).dtype not in _ID_TYPES:
-            return None
-        if base_operation(node) not in _SAME:
-            break
-        node = node.all_input_nodes[0]
-    if not isinstance(node, Node) or node.op != "call_function":
+    if not isinstance(node, Node):
         return None
-    if fake_value(node).dim() == 1 and operation(node) in VIEWS:
+    *casts, node = first_inputs(node, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
+    if node.op != "call_function" or any(
+        getattr(fake_value(step), "dtype", None) not in _ID_TYPES for step in (*casts, node)
+    ):
+        return None
+    if fake_value(node).dim() == 1 and has_trait(node, Trait.RESHAPE):
         source = chosen_by_top_k(node.args[0])
         return Chosen(node, source.experts) if source is not None else None
     if not is_call(node, operator.getitem) or node.args[1] != 1 or not is_call(node.args[0], aten.topk.default):

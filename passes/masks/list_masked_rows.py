@@ -19,11 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import is_mask
 from moepass.passes.masks.chosen_rows import ExpertMask, expert_mask, selected_column
+from moepass.passes.ops.arguments import all_arguments, is_mask
 
 aten = torch.ops.aten
 

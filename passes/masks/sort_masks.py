@@ -26,17 +26,15 @@ from torch.fx import GraphModule, Node
 from moepass.passes.blocks.expert_gemms import refused
 from moepass.passes.blocks.expert_masks import Mask, chosen_experts
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import first_line
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.ops.arguments import all_arguments
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-_SELECTIONS = (aten.masked_select.default, aten.nonzero.default, aten.index.Tensor)
 
 
 @graph_pass(conflicts={"blocks"})
@@ -78,7 +76,7 @@ def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassRes
 
 def _selected_by(node: Node) -> Mask | None:
     """The mask [experts, tokens] that `node` selects by; None where it is none, or not one of experts."""
-    if not is_call(node, *_SELECTIONS):
+    if not is_call(node, aten.masked_select.default, aten.nonzero.default, aten.index.Tensor):
         return None
     given = all_arguments(node)
     if is_call(node, aten.index.Tensor):

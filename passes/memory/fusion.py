@@ -17,25 +17,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.nodes import fake_value, is_view
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.memory.value_bytes import elements
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
 
 # torch._inductor.config.realize_reads_threshold
 _MOST_READS = 4
-_COMPUTED = frozenset({
-    "_to_copy", "arange", "clone", "constant_pad_nd", "convert_element_type", "embedding", "expand_copy", "fill",
-    "full", "full_like", "gather", "index", "index_select", "iota", "lift_fresh_copy", "masked_fill", "new_full",
-    "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu",
-    "where", "zeros", "zeros_like", "rsub", "repeat", "flip", "roll", "silu", "gelu", "_unsafe_index", "unsafe_index",
-})  # fmt: skip
+_COMPUTED = (
+    *(Trait.ELEMENTWISE, Trait.FILL, Trait.FILL_LIKE, Trait.ARANGE, Trait.LOOKUP, Trait.SLICE_WRITE, Trait.PAD),
+    *(Trait.REFILL, Trait.REPEAT, Trait.FLIP, Trait.ROLL),
+)
 # Written to memory by generated code, not by extern kernels: reductions, and buffers that other kernels write into.
-_WRITTEN = frozenset({
-    "amax", "amin", "sum", "mean", "prod", "any", "all", "var", "var_mean", "std", "argmax", "argmin", "max", "min",
-    "cat", "cumsum", "_softmax", "_log_softmax", "logsumexp", "native_layer_norm", "_fused_rms_norm",
-    "linalg_vector_norm",
-})  # fmt: skip
-_EXPENSIVE = frozenset({"exp", "sigmoid", "silu"})
+_WRITTEN = (Trait.REDUCE, Trait.SCAN, Trait.NORM, Trait.JOIN)
 
 
 def is_computed(node: Node) -> bool:
@@ -43,12 +36,13 @@ def is_computed(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(fake_value(node), torch.Tensor):
         return False
-    return not target._schema.is_mutable and (torch.Tag.pointwise in target.tags or base_operation(node) in _COMPUTED)
+    is_other = base_operation(node) in ("embedding", "expand_copy", "rsub", "tril", "triu", "unsafe_index")
+    return not target._schema.is_mutable and (is_other or has_trait(node, *_COMPUTED))
 
 
 def is_kernel(node: Node) -> bool:
     """Return whether Inductor generates code for `node`; otherwise it calls an extern kernel."""
-    return is_computed(node) or base_operation(node) in _WRITTEN
+    return is_computed(node) or has_trait(node, *_WRITTEN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +75,9 @@ def fusion_of(nodes: Sequence[Node]) -> Fusion:
             readers = _readers(node)
             is_called_on = any(not is_kernel(reader) for reader in readers)
             is_shared = len(readers) > 1
-            if is_called_on or (is_shared and (len(read) > _MOST_READS or base_operation(node) in _EXPENSIVE)):
+            if is_called_on or (
+                is_shared and (len(read) > _MOST_READS or base_operation(node) in ("exp", "sigmoid", "silu"))
+            ):
                 kernels.setdefault((read, str(elements(fake_value(node)))), []).append(node)
             else:
                 hidden.add(node)

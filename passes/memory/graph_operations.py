@@ -25,14 +25,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, module_path
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, module_path, several
 from moepass.passes.ir.shards import FP8_BLOCK
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed, is_kernel
 from moepass.passes.memory.held_bytes import Operation, peaks
 from moepass.passes.memory.operator_workspace import workspace_bytes
 from moepass.passes.memory.value_bytes import row_bytes, tensor_bytes
+from moepass.passes.ops.traits import base_operation, is_view, operation
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import (
     CHUNK_ROWS,
@@ -302,8 +302,7 @@ def _merged(storages: Iterable[Mapping[int, sympy.Expr]]) -> dict[int, sympy.Exp
 
 
 def _outputs(graph: Graph) -> Sequence[Any]:
-    returned: Any = graph.output_node().args[0]
-    return returned if isinstance(returned, (tuple, list)) else (returned,)
+    return several(graph.output_node().args[0])
 
 
 def _returned(graph: Graph, shown: Mapping[Node, Shown]) -> Sequence[Shown]:

@@ -11,8 +11,8 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.memory.value_bytes import elements, tensor_bytes
+from moepass.passes.ops.traits import base_operation
 
 
 def workspace_bytes(node: Node) -> sympy.Expr:

@@ -35,7 +35,7 @@ from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.graph_writer import described_sizes, erase_unread, refresh_fake_values
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_float, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
@@ -44,6 +44,7 @@ from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan, Refusal, dtype_na
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.walk import ancestors, descendants
 from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
 from moepass.passes.parallel.flatten_slots import flatten_exchanged_slots
@@ -327,21 +328,12 @@ def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
 
 
 def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
-    """What depends on `nodes` of the block's region, neither lies in that nor depends on its result."""
-    region = set(block.region)
-    found: set[Node] = set()
-    pending, seen = list(nodes), set(nodes)
-    while pending:
-        node = pending.pop()
-        if node is block.sink or collective_of(node) == block.exchanges[-1]:
-            continue
-        if node not in region:
-            found.add(node)
-        for user in node.users:
-            if user not in seen and user is not block.sink:
-                seen.add(user)
-                pending.append(user)
-    return found
+    """Return the nodes outside of the block's region that depend on `nodes` of it and not on its result."""
+
+    def is_result(node: Node) -> bool:
+        return node is block.sink or collective_of(node) == block.exchanges[-1]
+
+    return {node for node in descendants(*nodes, stop=is_result) if not is_result(node)} - set(block.region)
 
 
 def _only_asserted(nodes: set[Node]) -> set[Node]:
@@ -363,16 +355,8 @@ def _asserts_integers(node: Node, nodes: set[Node]) -> bool:
     """True for an assertion on ids or counts, as far as it is computed by `nodes`: not on rows, which stay."""
     if not is_call(node, aten._assert_async.msg, aten._assert_async.default):
         return False
-    pending, seen = [node], {node}
-    while pending:
-        for used in pending.pop().all_input_nodes:
-            value = fake_value(used)
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return False
-            if used in nodes and used not in seen:
-                seen.add(used)
-                pending.append(used)
-    return True
+    steps = ancestors(node, follow=nodes.__contains__)
+    return not any(is_float(used) for step in steps for used in step.all_input_nodes)
 
 
 def _describe_weights(block: ParallelBlock) -> str:

@@ -19,8 +19,9 @@ from torch.fx import Node
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.rows.row_flow import RowFlow, flow_in_local_form
@@ -71,14 +72,10 @@ def _kind(exchange: Collective) -> str:
 
 
 def _needed(local: LocalForm, leaves: Mapping[Node, str], flow: RowFlow) -> set[Node]:
-    needed: set[Node] = set()
-    pending = [local.outputs]
-    while pending:
-        node = pending.pop()
-        if node not in needed and node not in leaves and node.op == "call_function" and node not in flow.sizes:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    return needed
+    def is_needed(node: Node) -> bool:
+        return node not in leaves and node.op == "call_function" and node not in flow.sizes
+
+    return set(filter(is_needed, ancestors(local.outputs, follow=is_needed)))
 
 
 class _Sizes:

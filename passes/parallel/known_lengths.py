@@ -19,12 +19,11 @@ from torch.fx import Graph, Node
 from moepass.passes.graph.graph_writer import erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors, descendants
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 aten = torch.ops.aten
-
-# A graph may assert that two sizes are one. What compares them goes on to read both: else it would compare nothing.
-_COMPARE = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 
 
 def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
@@ -38,11 +37,16 @@ def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
         if node not in brought:
             known.setdefault(size, node)
         elif is_call(node, aten.sym_size.int) and size in known:
-            for user in [user for user in node.users if user not in region and user.target not in _COMPARE]:
+            # An assertion that two sizes are equal keeps reading both.
+            for user in [user for user in node.users if user not in region and not _compares_sizes(user)]:
                 user.replace_input_with(node, known[size])
     for node in sorted(brought - region, reverse=True):
         if is_call(node, aten.sym_size.int) and not node.users and node in graph.nodes:
             erase_unread(graph, node)
+
+
+def _compares_sizes(node: Node) -> bool:
+    return has_trait(node, Trait.COMPARE) and not isinstance(fake_value(node), torch.Tensor)
 
 
 def read_whole_quotients(graph: Graph) -> None:
@@ -64,21 +68,10 @@ def _only_a_run_tells(node: Node) -> bool:
 
 
 def _factors(product: Node) -> Iterator[Node]:
-    pending = [product]
-    while pending:
-        node = pending.pop()
-        yield node
-        if is_call(node, operator.mul):
-            pending += node.all_input_nodes
+    return ancestors(product, stop=lambda node: not is_call(node, operator.mul))
 
 
 def _brought(block: ParallelBlock) -> set[Node]:
-    """What depends on the results of the block's exchanges, and not on its own result."""
-    found: set[Node] = set()
-    pending = [exchange.node for exchange in block.exchanges]
-    while pending:
-        node = pending.pop()
-        if node not in found and node is not block.sink:
-            found.add(node)
-            pending += node.users
-    return found
+    """Return the nodes that depend on the results of the block's exchanges, and not on its own result."""
+    exchanges = [exchange.node for exchange in block.exchanges]
+    return set(descendants(*exchanges, follow=lambda user: user is not block.sink)) - {block.sink}

@@ -32,6 +32,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import input_name, named, source_line
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.walk import walk
 
 # Their results are the same on all ranks of their group.
 _EQUALISING = {f"_c10d_functional.{kind}.default" for kind in ("all_reduce", "all_gather_into_tensor", "broadcast")}
@@ -136,16 +137,11 @@ class ReplicatedValues:
 
         As far as it need not be equal on all ranks for another reason.
         """
-        pending, seen, read = list(nodes), set(nodes), set(nodes)
-        while pending:
-            node = pending.pop()
+        on_the_way, read = sorted(walk(nodes, self._sources)), set(nodes)
+        for node in on_the_way:
             if not self._is_equal_by_itself(node):
                 read.update(inputs_read(node)[0])
-            for used in self._sources(node):
-                if used not in seen:
-                    seen.add(used)
-                    pending.append(used)
-        return sorted(seen), read
+        return on_the_way, read
 
     def _sources(self, node: Node) -> list[Node]:
         if self._is_equal_by_itself(node):
@@ -165,17 +161,10 @@ class ReplicatedValues:
 
     def _digest(self, node: Node) -> str:
         """Of how `node` is computed: that of its text, in which the digests of others stand for them."""
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            missing = [used for used in self._sources(current) if used not in self._digests]
-            if missing:
-                pending += missing
-                continue
-            pending.pop()
-            if current not in self._digests:
-                text = self._describe(current, self._digests)
-                self._digests[current] = hashlib.sha256(text.encode()).hexdigest()
+        if node not in self._digests:
+            for used in sorted(walk([node], self._sources, lambda used: used not in self._digests)):
+                text = self._describe(used, self._digests)
+                self._digests[used] = hashlib.sha256(text.encode()).hexdigest()
         return self._digests[node]
 
     def _describe(self, node: Node, names: dict[Node, str]) -> str:

@@ -1,1 +1,1 @@
-"""Where rows lie in what operations give, and which operations leave rows apart. May import graph, ir."""
+"""Where rows lie in what operations give, and which operations leave rows apart. May import graph, ops, ir."""

@@ -13,11 +13,9 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, map_nodes
-from moepass.passes.graph.operations import base_operation, operation
-from moepass.passes.rows.row_operations import MADE, VIEWS
-from moepass.passes.rows.row_rules import acts_by_element
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 
 
 def compute_the_same(nodes: Sequence[Node], *, have_rows: bool) -> bool:
@@ -30,13 +28,15 @@ def compute_the_same(nodes: Sequence[Node], *, have_rows: bool) -> bool:
         return _are_equal(map(_text, nodes)) or (have_rows and all(map(_is_whole, nodes)))
     if have_rows or base == "expand":
         return True
-    if base in MADE:
+    if has_trait(nodes[0], Trait.FILL):
         given = [all_arguments(node) for node in nodes]
         sizes = [one.pop("size", ()) for one in given]
         return _are_equal(map(_text_of, given)) and _are_alike(sizes)
-    if operation(nodes[0]) in VIEWS:
+    if has_trait(nodes[0], Trait.RESHAPE):
         return _are_alike([fake_value(node).shape for node in nodes])
-    return _are_equal(map(_text, nodes)) and (acts_by_element(nodes[0]) or _are_equal(map(_sizes_read, nodes)))
+    return _are_equal(map(_text, nodes)) and (
+        has_trait(nodes[0], Trait.ELEMENTWISE) or _are_equal(map(_sizes_read, nodes))
+    )
 
 
 def _are_equal(texts: Any) -> bool:

@@ -8,13 +8,14 @@ one row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import sympy
 
 from moepass.passes.graph.input_sizes import size_expression
 
+T = TypeVar("T")
 # Of a share of rows: for each time that rows were taken apart, into what, and which of the two this is.
 Share = tuple[tuple[str, int], ...]
 
@@ -109,9 +110,8 @@ def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
 
 def _take_none(pending: list[Part], after: Sequence[sympy.Expr]) -> Dimension | None:
     """As `_take`, for no rows at all: how many features go with them shows in what is left for the sizes `after`."""
-    taken: list[Part] = []
-    while pending and (not taken or pending[0].size == 0):
-        taken.append(pending.pop(0))
+    count = next((index for index, part in enumerate(pending) if index > 0 and part.size != 0), len(pending))
+    taken = [pending.pop(0) for _ in range(count)]
     together = ratio(size_of(tuple(pending)), sympy.expand(sympy.Mul(*after)))
     features_taken = None if together is None or size_of(tuple(taken)) != 0 else _take(pending, together)
     return None if features_taken is None else (*taken, *features_taken)
@@ -227,3 +227,18 @@ def broadcast(layouts: Iterable[Layout], shape: Sequence[Any]) -> Layout | None:
             return None
     found = Layout(tuple(dimensions))
     return found if all(layout.shares == found.shares for layout in layouts) else None
+
+
+def regrouped(factors: Iterable[T], size: Callable[[T], Any], shape: Iterable[Any]) -> list[tuple[T, ...]] | None:
+    """Return the consecutive `factors` that make up each dimension of `shape`, or None if a factor would be cut."""
+    rest, dimensions = list(factors), []
+    for wanted in map(size_expression, shape):
+        count, product = 0, sympy.Integer(1)
+        while product != wanted and count < len(rest):
+            product = sympy.expand(product * size_expression(size(rest[count])))
+            count += 1
+        if product != wanted:
+            return None
+        dimensions.append(tuple(rest[:count]))
+        del rest[:count]
+    return None if rest else dimensions

@@ -9,10 +9,11 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, nodes_in
+from moepass.passes.graph.nodes import fake_value, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import PERMUTATIONS, base_operation, operation
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import named_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.rows.row_layout import (
     Layout,
     broadcast,
@@ -22,16 +23,6 @@ from moepass.passes.rows.row_layout import (
     reshaped,
     rows_first,
     size_of,
-)
-from moepass.passes.rows.row_operations import (
-    ALONG,
-    ELEMENTWISE,
-    GROUP_NORMS,
-    MADE,
-    MADE_LIKE,
-    NORMS,
-    TOGETHER,
-    VIEWS,
 )
 
 _CHANGE = (
@@ -58,32 +49,34 @@ class RowRules:
         # Made for a number of rows, as it seems: where, and what reads it as such.
         self._made: dict[Node, tuple[dict[Place, int], set[Node]]] = {}
 
-    def with_rows(self, node: Node, name: str, base: str, arguments: dict[str, Any]) -> Layouts:
-        if name == "getitem":
+    def with_rows(self, node: Node) -> Layouts:
+        base, arguments = base_operation(node), named_arguments(node)
+        if has_trait(node, Trait.ITEM):
             source, position = node.args
             return self._layouts[source][position]  # type: ignore[index]
-        if acts_by_element(node):
+        if has_trait(node, Trait.ELEMENTWISE):
             return self._elementwise(node)
-        first = self._layout(next(iter(arguments.values()))) if base not in TOGETHER | {"bmm"} else no_rows(())
-        if name in VIEWS:
+        has_several = has_trait(node, Trait.TOGETHER, Trait.BATCHED_MATMUL)
+        first = no_rows(()) if has_several else self._layout(next(iter(arguments.values())))
+        if has_trait(node, Trait.RESHAPE):
             return self._view(node, first)
-        if base == "expand":
+        if has_trait(node, Trait.EXPAND):
             return self._expanded(node, first)
-        if base in PERMUTATIONS:
-            return self._permuted(node, base, first, arguments)
-        if base in MADE_LIKE:
+        if has_trait(node, Trait.PERMUTE):
+            return Layout(tuple(first.dimensions[dim] for dim in permutation(node)))
+        if has_trait(node, Trait.FILL_LIKE):
             return first
-        if base in ALONG:
+        if has_trait(node, Trait.ALONG):
             return self._along(node, base, first, arguments)
-        if base in TOGETHER:
+        if has_trait(node, Trait.TOGETHER):
             return self._together(node, base, arguments)
-        if base in NORMS:
+        if has_trait(node, Trait.NORM):
             return self._norm(node, first, arguments)
-        if base in GROUP_NORMS:
-            return self._group_norm(node, base, first, arguments)
+        if has_trait(node, Trait.GROUP_NORM):
+            return self._group_norm(node, first, arguments)
         if base in ("index", "_unsafe_index", "index_select"):
             return self._looked_up(node, first, arguments)
-        if base in ("constant_pad_nd", "repeat"):
+        if has_trait(node, Trait.PAD, Trait.REPEAT):
             return self._padded(node, base, first, arguments)
         if base in ("mm", "addmm", "bmm"):
             return self._gemm(node, base, arguments)
@@ -112,7 +105,7 @@ class RowRules:
             if not self._is_uniform(constant) and not is_flat(constant, place):
                 self._refuse(node, f"meets rows with {self._named(constant)}, which has another value for each of them")
             times = features_per_row(layout.dimensions[place])
-            if times is not None and base_operation(constant) in MADE | {"expand"}:
+            if times is not None and has_trait(constant, Trait.FILL, Trait.EXPAND):
                 places, readers = self._made.setdefault(constant, ({}, set()))
                 places["size", place % value.dim()] = times
                 readers.add(node)
@@ -140,17 +133,6 @@ class RowRules:
             return
         times = {("size", dim): features_per_row(dimension) for dim, dimension in enumerate(layout.dimensions)}
         self._places[node] = {place: number for place, number in times.items() if number is not None}
-
-    def _permuted(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layout:
-        order = list(range(len(layout.dimensions)))
-        if base == "permute":
-            order = [dim % len(order) for dim in arguments["dims"]]
-        elif base == "t":
-            order.reverse()
-        else:
-            left, right = (arguments[name] % len(order) for name in ("dim0", "dim1"))
-            order[left], order[right] = order[right], order[left]
-        return Layout(tuple(layout.dimensions[dim] for dim in order))
 
     def _along(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
         dims = _dims_of(node, arguments, len(layout.dimensions))
@@ -192,15 +174,15 @@ class RowRules:
             self._refuse(node, "normalises over rows, not features alone")
         return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
 
-    def _group_norm(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
+    def _group_norm(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layouts:
         others = nodes_in([value for name, value in arguments.items() if name != "input"])
         rows = Layout(layout.dimensions[:1])
-        stated = arguments[GROUP_NORMS[base]]
+        stated = arguments["N"]
         stated = fake_value(stated) if isinstance(stated, Node) else stated
         is_by_row = layout.is_by_row and size_of(layout.dimensions[0]) == size_expression(stated)
         if not is_by_row or any(map(self._has_rows, others)):
             self._refuse(node, "normalises over rows, not features alone")
-        self._places[node] = {(GROUP_NORMS[base], 0): 1}
+        self._places[node] = {("N", 0): 1}
         return _same_shape_as(
             fake_value(node), lambda shape: Layout((*rows.dimensions, *(features(size) for size in shape[1:])))
         )
@@ -291,20 +273,8 @@ class RowRules:
         raise NotThisForm(f"between its GEMMs {self._named(node)} {what}; {_CHANGE}")
 
 
-def acts_by_element(node: Node) -> bool:
-    """True where each element of what `node` gives depends on the elements in its place alone."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-        return False
-    return torch.Tag.pointwise in target.tags or operation(node) in ELEMENTWISE
-
-
 def any_rows(layouts: Layouts | None) -> bool:
     return any(layout is not None and layout.has_rows for layout in several(layouts))
-
-
-def several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def fits(layout: Layout, value: torch.Tensor) -> bool:

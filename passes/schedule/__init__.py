@@ -2,5 +2,5 @@
 
 Start at `assign_slots.py`, then `schedule_slots.py` and `verify.py`.
 
-May import planner, parallel, parallel/match, blocks, graph, ir.
+May import planner, parallel, parallel/match, blocks, graph, ops, ir.
 """

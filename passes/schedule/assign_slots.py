@@ -22,10 +22,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import home_named
 from moepass.passes.graph.collectives import communications_of
-from moepass.passes.graph.nodes import first_of_region, is_call, is_view, last_of_region, mutates, positions, readers
+from moepass.passes.graph.nodes import first_of_region, is_call, last_of_region, positions
 from moepass.passes.ir.plan import Plan, SlotStay
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.traits import is_view, mutates
+from moepass.passes.ops.walk import readers
 from moepass.passes.schedule.dispatch import plan_dispatch
 
 

@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterator
 import networkx
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.nodes import is_call, positions, readers
+from moepass.passes.graph.nodes import is_call, positions
 from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
 from moepass.passes.ir.slot_operations import acquire, decode, gather, prefetch, release
+from moepass.passes.ops.walk import readers
 
 
 class ScheduleError(PassError):

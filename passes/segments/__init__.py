@@ -2,5 +2,5 @@
 
 Start at `partition.py`.
 
-May import rows, blocks, cost, graph, ir.
+May import rows, blocks, cost, graph, ops, ir.
 """

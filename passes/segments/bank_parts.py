@@ -26,11 +26,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.models.homes import home_named
-from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.ir.slot_operations import acquire, release
+from moepass.passes.ops.traits import is_view
 from moepass.passes.segments.expert_program import (
     ExpertProgram,
     GroupedGemm,

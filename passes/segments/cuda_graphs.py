@@ -19,13 +19,11 @@ from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.source_lines import source_line
 from moepass.passes.ir.segment import TENSORRT, CudaGraphUse, NotRecorded, Segment
-
-aten = torch.ops.aten
+from moepass.passes.ops.traits import Trait, has_trait
 
 # Namespaces of operators whose CUDA kernels are torch's. Other operators may run any code on the host.
 _KNOWN = ("aten", "prims")
 # With a mask as second argument, the host waits for the number of True elements.
-_INDEXING = (aten.index.Tensor, aten.index_put.default, aten._unsafe_index_put.default)
 _UNRECORDABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
 
 
@@ -78,8 +76,8 @@ def _reason_of_operator(node: Node) -> str | None:
         return (
             f"operator {target} is not part of torch and may run code on the host, which a CUDA graph does not replay"
         )
-    if is_call(node, *_INDEXING):
-        is_masked = any(_is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
+    if has_trait(node, Trait.LOOKUP, Trait.WRITE) and isinstance(node.args[1], (list, tuple)):
+        is_masked = any(_is_mask(index) for index in node.args[1])
         return (
             f"operator {target} with a mask makes the host wait for the number of True elements" if is_masked else None
         )

@@ -30,6 +30,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.segments.expert_program import (
     ExpertProgram,
     GroupedGemm,
@@ -40,7 +41,6 @@ from moepass.passes.segments.expert_program import (
 
 aten = torch.ops.aten
 
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 # The rows of an operand that a tile loads: those of the tile, or a single row that is the same for all.
 OWN_ROWS, ONE_ROW = "own rows", "one row"
 
@@ -293,7 +293,7 @@ class _Tile:
 
     def _computed_from(self, node: Node, arguments: Sequence[Any], columns: Columns) -> tuple[Any, ...]:
         operands: list[Any] = []
-        for value in arguments[:1] if is_call(node, *_CASTS) else arguments:
+        for value in arguments[:1] if has_trait(node, Trait.CAST) else arguments:
             if isinstance(value, Node):
                 number = constant_number(value)
                 operands.append(ValueRef(self.value(value, columns)) if number is None else number)

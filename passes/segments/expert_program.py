@@ -17,32 +17,26 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.hoist_token_return import TokenReturn, token_return
-from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, view_source
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.segment import EXPERTS, PART_KEY
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import Trait, has_trait, is_view
+from moepass.passes.ops.walk import view_source
 
 aten = torch.ops.aten
 
 # [Empirical] Rows that go through an expert together on a CPU. Their values stay in the cache (1 MB each at a width of
 # 512 in fp32), and GEMMs of 512 rows are as fast as larger ones: 256, 512 and 1024 rows differ by less than 2 %.
 CHUNK_ROWS = 512
-
-# Operations on rows that are not pointwise, with the position of the argument that is the dimension.
-_ALONG_A_DIMENSION: dict[Any, int] = {
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.slice.Tensor: 1,
-    aten.select.int: 1,
-    aten.unsqueeze.default: 1,
-}
 
 
 class NotByExpertError(Exception):
@@ -219,9 +213,9 @@ def _is_row_work(node: Node, rows: set[Node]) -> bool:
         table, (chosen, *more) = cast("tuple[Node, Sequence[Node]]", node.args)
         is_vector = chosen in rows and fake_value(chosen).dim() == 1 and fake_value(chosen).dtype != torch.bool
         return table not in rows and not more and is_vector
-    if node.target in _ALONG_A_DIMENSION:
-        position = _ALONG_A_DIMENSION[node.target]
-        dim = node.args[position] if len(node.args) > position else 0
+    is_split = is_call(node, aten.split.Tensor, aten.split_with_sizes.default)
+    if is_split or has_trait(node, Trait.SLICE) or is_call(node, aten.unsqueeze.default):
+        dim = all_arguments(node)["dim"]
         dims = fake_value(node.all_input_nodes[0]).dim() + is_call(node, aten.unsqueeze.default)
         return isinstance(dim, int) and dim % dims > 0 and not _reads_sizes(node)
     has_one_result = isinstance(fake_value(node), torch.Tensor)

@@ -19,7 +19,6 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-import torch
 from torch.fx import GraphModule, Node
 
 from moepass.models.errors import InputError
@@ -31,10 +30,8 @@ from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.segment import TRITON, Lowering
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.ir.slot_operations import acquire, release
+from moepass.passes.ops.traits import Trait, has_trait, is_view
 
-aten = torch.ops.aten
-
-_REORDERINGS = (aten.permute.default, aten.transpose.int, aten.alias.default, aten.detach.default)
 _REQUEST = "experts_compute is 'fp8'"
 
 
@@ -106,6 +103,6 @@ def _is_only_multiplied(weights: Node) -> bool:
     return all(
         user.args[1] is weights and user.args[0] is not weights
         if is_grouped_gemm(user)
-        else is_call(user, *_REORDERINGS) and _is_only_multiplied(user)
+        else is_view(user) and has_trait(user, Trait.PERMUTE, Trait.COPY) and _is_only_multiplied(user)
         for user in weights.users
     )

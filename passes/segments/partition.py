@@ -35,9 +35,7 @@ from moepass.passes.graph.nodes import (
     fake_value,
     graph_inputs,
     is_call,
-    is_view,
     module_path,
-    mutates,
     positions,
     symbolic_sizes,
     unbacked_conditions,
@@ -46,6 +44,8 @@ from moepass.passes.ir.plan import MoEBlock, Plan, Step
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.segment import PART_KEY, REGION_KEY, TOKENS_KEY, Segment, SegmentUse, role_of
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
+from moepass.passes.ops.traits import is_view, mutates
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.segments.parts import parts_of_nodes
 
 
@@ -280,13 +280,11 @@ def _read_from_outside(nodes: tuple[Node, ...] | list[Node], inside: set[Node]) 
 
 def _size_arithmetic_of(nodes: tuple[Node, ...], host_order: dict[Node, int]) -> list[Node]:
     """Return the size arithmetic on which `nodes` depend, in host order, without the symbols that are graph inputs."""
-    sizes: set[Node] = set()
-    pending = list(nodes)
-    while pending:
-        for used in pending.pop().all_input_nodes:
-            if _is_size_arithmetic(used) and used not in sizes and not _reads_tensor(used):
-                sizes.add(used)
-                pending.append(used)
+
+    def is_size(node: Node) -> bool:
+        return _is_size_arithmetic(node) and not _reads_tensor(node)
+
+    sizes = {used for node in ancestors(*nodes, follow=is_size) for used in filter(is_size, node.all_input_nodes)}
     return sorted(sizes, key=host_order.__getitem__)
 
 

@@ -27,30 +27,17 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import MoEBlock
 from moepass.passes.ir.segment import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, ROUTER
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, acquire, gather
+from moepass.passes.ops.traits import Trait, has_trait, is_view
+from moepass.passes.ops.walk import descendants
 
 aten = torch.ops.aten
 
-_WITH_WEIGHTS = (
-    *(aten.mm.default, aten.addmm.default, aten._addmm_activation.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten.linear.default, aten.mv.default, aten._scaled_mm.default, aten._int_mm.default),
-    aten.convolution.default,
-)
-_ATTENTION = (
-    *(aten.scaled_dot_product_attention.default, aten._scaled_dot_product_attention_math.default),
-    *(aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_efficient_attention.default),
-    *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
-    aten._scaled_dot_product_fused_attention_overrideable.default,
-)
-# Matched by name, because these operators may not be loaded.
-_ATTENTION_BY_NAME = ("flex_attention", "moepass.trie_attention")
-_CHOICES = (aten.topk.default, aten.argmax.default, aten.max.dim)
-_COPIES = (aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default)
-_LOOKUPS = (aten.index.Tensor, aten.index_select.default)
+_WITH_WEIGHTS = (Trait.MATMUL, Trait.CONVOLUTION)
 # Kinds of anchors that are no part of a model by themselves.
 _SCORES, _CHOICE, _WEIGHT_GEMM, _OUTPUT = "scores", "choice", "GEMM with weights", "output"
 
@@ -91,11 +78,11 @@ def _weights(graph: Graph) -> set[Node]:
         inputs = node.all_input_nodes
         if node.op in ("placeholder", "get_attr"):
             is_weight = not node.meta.get(ARGUMENT_KEY, False)
-        elif is_call(node, *_LOOKUPS):
+        elif has_trait(node, Trait.LOOKUP):
             is_weight = inputs[0] in weights  # for example, the weights of some experts
         else:
             is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-            passes_on = is_view(node) or is_pointwise or is_call(node, *_COPIES)
+            passes_on = is_view(node) or is_pointwise or has_trait(node, Trait.CAST, Trait.COPY)
             is_made = passes_on and bool(inputs) and all(used in weights for used in inputs)
             is_weight = is_made or is_call(node, BANK_TENSOR, EXPERT_STACK, gather, acquire)
         if is_weight:
@@ -114,15 +101,15 @@ def _kinds(graph: Graph, weights: set[Node], expert_gemms: set[str]) -> tuple[di
             kinds[node] = _OUTPUT
         elif node.name in expert_gemms or is_grouped_gemm(node):
             kinds[node] = EXPERTS
-        elif is_call(node, *_ATTENTION) or any(name in str(node.target) for name in _ATTENTION_BY_NAME):
+        elif has_trait(node, Trait.ATTENTION):
             kinds[node] = _SCORES
-        elif is_call(node, *_CHOICES):
+        elif is_call(node, aten.topk.default, aten.argmax.default, aten.max.dim):
             kinds[node] = _CHOICE
         elif is_call(node, aten.embedding.default):
             kinds[node] = EMBEDDING
-        elif is_call(node, *_WITH_WEIGHTS) and any(used in weights for used in inputs):
+        elif has_trait(node, *_WITH_WEIGHTS) and any(used in weights for used in inputs):
             kinds[node] = _WEIGHT_GEMM
-        elif is_call(node, *_WITH_WEIGHTS):
+        elif has_trait(node, *_WITH_WEIGHTS):
             is_dispatch = up[node] & {_CHOICE, ROUTER} and _SCORES not in up[node]
             kinds[node] = ROUTER if is_dispatch else _SCORES
     return kinds, up
@@ -140,11 +127,6 @@ def _met_at(
 
 def _is_alone(gemm: Node, weights: set[Node]) -> bool:
     """Return whether everything after `gemm` depends only on its results, weights, indices and masks."""
-    reached, pending = {gemm}, [gemm]
-    while pending:
-        new = [user for user in pending.pop().users if user not in reached and user.op != "output"]
-        reached.update(new)
-        pending.extend(new)
+    reached = set(descendants(gemm, follow=lambda user: user.op != "output"))
     further_inputs = {used for node in reached - {gemm} for used in node.all_input_nodes} - reached - weights
-    values = [fake_value(node) for node in further_inputs]
-    return not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
+    return not any(map(is_float, further_inputs))

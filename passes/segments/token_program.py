@@ -22,17 +22,14 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.segment import ALL_TOKENS_KEY, REGION_KEY, TOKENS_KEY
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import base_operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part
 
 aten = torch.ops.aten
-_SHAPED = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "new_empty": 1}
-# Operators that make a value for the current number of rows.
-_MADE_AGAIN = (aten.arange.default, torch.ops.prims.iota.default, aten.empty.memory_format)
 
 
 class NotByTokenError(Exception):
@@ -184,13 +181,13 @@ class _Writer:
         base = base_operation(node)
         value = fake_value(node)
         target, args = node.target, list(node.args)
-        if is_call(node, *_MADE_AGAIN):
+        if is_call(node, aten.arange.default, torch.ops.prims.iota.default, aten.empty.memory_format):
             assert isinstance(layout, Layout)
             size = self._size(self._body_size(node, layout.dimensions[0], value.shape[0]))
             args[0] = [size] if is_call(node, aten.empty.memory_format) else size
-        elif base in _SHAPED:
+        elif base in ("view", "_unsafe_view", "reshape", "expand", "new_empty"):
             shape = self._body_shape(node, layout if isinstance(layout, Layout) else None, value.shape)
-            args[_SHAPED[base]] = [self._size(size) for size in shape]
+            args[1] = [self._size(size) for size in shape]
         elif is_call(node, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
             target, args = aten.squeeze.dims, [node.args[0], _squeezed(node)]
         elif is_call(node, aten.slice.Tensor):

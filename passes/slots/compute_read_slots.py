@@ -33,13 +33,13 @@ from moepass.passes.dense.group_slots import group_slots, last_gemms, lookups_of
 from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import copy_graph_module, draws_random_numbers, fake_value, is_call, mutates
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.traits import Trait, draws_random_numbers, has_trait, mutates
+from moepass.passes.ops.walk import ancestors, first_inputs
 from moepass.passes.slots.read_table import ReadTable, even_groups, ids_of_lookup, is_lookup_of_rows, read_table
 from moepass.passes.slots.rows_of_lookups import RowsOfLookups, nodes_between
 
@@ -133,16 +133,12 @@ def _take(graph: Graph, match: BlockMatch) -> None:
 
 def _bring_forward(found: ReadTable, first: Node) -> None:
     """Let what the ids of all lookups are computed from stand before the first of them. Raises NotThisForm."""
-    late: set[Node] = set()
-    pending = [ids for ids in found.ids if not ids < first]
-    while pending:
-        node = pending.pop()
+    late = list(ancestors(*(ids for ids in found.ids if not ids < first), follow=lambda used: not used < first))
+    for node in late:
         if node in found.lookups:
             raise NotThisForm("a lookup reads numbers that are computed of what another one gives")
         if mutates(node) or draws_random_numbers(node) or communication_of(node) is not None:
             raise NotThisForm(f"{named(node)} has to stay where it is")
-        late.add(node)
-        pending += [used for used in node.all_input_nodes if not used < first and used not in late]
     for node in sorted(late):
         first.prepend(node)
 
@@ -285,9 +281,6 @@ def _is_positive(size: Any) -> bool:
 
 def _before_views(node: Node) -> Node:
     """What `node` is the same elements of, in the same shape; itself where it is no view back to its own shape."""
-    origin, found = node, node
-    while operation(origin) in VIEWS:
-        origin = origin.all_input_nodes[0]
-        if [*map(size_expression, fake_value(origin).shape)] == [*map(size_expression, fake_value(node).shape)]:
-            found = origin
-    return found
+    shape = [*map(size_expression, fake_value(node).shape)]
+    viewed = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE))
+    return [source for source in viewed if [*map(size_expression, fake_value(source).shape)] == shape][-1]

@@ -21,26 +21,23 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from moepass.passes.dense.dense_gemms import labels_behind
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import first_inputs
 from moepass.passes.slots.one_hots import Dimension, MaskReader, possible_masks
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-_GEMMS = (aten.bmm.default, aten.mm.default)
-_MOVES = {"clone", "contiguous", "alias", "permute"}
 
 
 @graph_pass(conflicts={"blocks"})
@@ -76,7 +73,7 @@ def look_up_one_hots(module: GraphModule, plan: Plan, context: PassContext) -> P
 
 def _is_product(node: Node, masks: set[Node]) -> bool:
     """True for a GEMM, no batch of them, of a mask and something else."""
-    if not is_call(node, *_GEMMS) or sum(used in masks for used in node.args) != 1:
+    if not is_call(node, aten.bmm.default, aten.mm.default) or sum(used in masks for used in node.args) != 1:
         return False
     shape = fake_value(node).shape
     return len(shape) == 2 or (isinstance(shape[0], int) and shape[0] == 1)
@@ -187,7 +184,7 @@ class _Product:
         """The rows that are looked up [rows, width], before copies in another order, and the parts in their order."""
         for chain in _chains_before(self.other):
             source = chain[0]
-            found = _labels_behind(chain)
+            found = labels_behind(chain)
             if found is None:
                 continue
             rows, width = (found[-2], found[-1]) if self.is_left else (found[-1], found[-2])
@@ -207,37 +204,10 @@ def _is_tokens(dimension: Dimension) -> bool:
 
 def _chains_before(node: Node) -> list[list[Node]]:
     """What `node` is the same elements of, and the views, copies and permutations up to it; the longest first."""
-    chain = [node]
-    while operation(chain[0]) in VIEWS or base_operation(chain[0]) in _MOVES:
-        chain.insert(0, chain[0].all_input_nodes[0])
+    chain = [*first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY, Trait.PERMUTE))][::-1]
     return [chain[start:] for start in range(len(chain))]
 
 
 def _labels(node: Node) -> list[int]:
     """The dimensions of more than one element."""
     return [dim for dim, size in enumerate(fake_value(node).shape) if not (isinstance(size, int) and size == 1)]
-
-
-def _labels_behind(chain: Sequence[Node]) -> list[list[int]] | None:
-    """For each dimension of the last of `chain`, which dimensions of the first it is; None where one is cut."""
-    source = fake_value(chain[0])
-    present = set(_labels(chain[0]))
-    found = [[dim] if dim in present else [] for dim in range(source.dim())]
-    for node in chain[1:]:
-        if base_operation(node) == "permute":
-            found = [found[dim] for dim in node.args[1]]  # type: ignore[union-attr, index]
-        elif operation(node) in VIEWS:
-            pending = [label for labels in found for label in labels]
-            found = []
-            for size in fake_value(node).shape:
-                labels: list[int] = []
-                product = size_expression(1)
-                while product != size_expression(size) and pending:
-                    labels.append(pending.pop(0))
-                    product = (product * size_expression(source.shape[labels[-1]])).expand()
-                if product != size_expression(size):
-                    return None
-                found.append(labels)
-            if pending:
-                return None
-    return found

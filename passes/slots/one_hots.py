@@ -20,20 +20,18 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.dense.pair_layouts import is_counting
-from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.arguments import all_arguments, fill_number, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.rows.row_layout import regrouped
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_PRODUCTS = {"mul", "bitwise_and", "logical_and"}
-_FOLLOWED = {*CASTS, *COPIES, *PERMUTATIONS, *_PRODUCTS, "expand", "ne", "gt"}
+_FOLLOWED = (Trait.CAST, Trait.COPY, Trait.PERMUTE, Trait.RESHAPE, Trait.EXPAND, Trait.AND)
 # Places of a token are compared with each other.
 _MOST_PLACES = 8
 
@@ -93,7 +91,7 @@ def possible_masks(graph: Graph) -> set[Node]:
             others = [used for used in node.all_input_nodes if used not in found]
             is_mask = bool(masks) and all(fill_number(used) == 0 for used in others)
         else:
-            is_mask = bool(masks) and (base in _FOLLOWED or operation(node) in VIEWS)
+            is_mask = bool(masks) and (has_trait(node, *_FOLLOWED) or base in ("ne", "gt"))
         if is_mask:
             found.add(node)
     return found
@@ -120,29 +118,21 @@ class MaskReader:
             return self._compared(node)
         if base == "add":
             return self._sum(node, given)
-        if base in _PRODUCTS:
+        if has_trait(node, Trait.AND):
             return self._product(node, given)
         source = node.all_input_nodes[0]
         mask = self.read(source)
-        if base in CASTS:
+        if has_trait(node, Trait.CAST):
             return self._cast(node, mask)
         if base in ("ne", "gt"):
             if given["other"] != 0:
                 self._refuse(node, "compares a mask with something other than 0")
             return self._truths(node, mask, node.target)
-        if base in PERMUTATIONS:
-            order = list(range(len(mask.dimensions)))
-            if base == "permute":
-                order = [dim % len(order) for dim in given["dims"]]
-            elif base == "t":
-                order.reverse()
-            else:
-                left, right = (given[name] % len(order) for name in ("dim0", "dim1"))
-                order[left], order[right] = order[right], order[left]
-            return dataclasses.replace(mask, dimensions=tuple(mask.dimensions[dim] for dim in order))
+        if has_trait(node, Trait.PERMUTE):
+            return dataclasses.replace(mask, dimensions=tuple(mask.dimensions[dim] for dim in permutation(node)))
         if base == "expand" and not _same_sizes(node, source):
             self._refuse(node, "repeats a mask")
-        if operation(node) in VIEWS:
+        if has_trait(node, Trait.RESHAPE):
             return dataclasses.replace(mask, dimensions=self._regrouped(node, mask.parts))
         return mask
 
@@ -336,17 +326,8 @@ class MaskReader:
 
     def _regrouped(self, node: Node, parts: list[MaskPart]) -> tuple[Dimension, ...]:
         """The same parts in the dimensions of another shape."""
-        pending, dimensions = list(parts), []
-        for size in fake_value(node).shape:
-            taken: list[MaskPart] = []
-            product = size_expression(1)
-            while product != size_expression(size):
-                if not pending:
-                    self._refuse(node, "cuts a dimension of a mask")
-                taken.append(pending.pop(0))
-                product = (product * size_expression(taken[-1].size)).expand()
-            dimensions.append(tuple(taken))
-        if pending:
+        dimensions = regrouped(parts, lambda part: part.size, fake_value(node).shape)
+        if dimensions is None:
             self._refuse(node, "cuts a dimension of a mask")
         return tuple(dimensions)
 

@@ -11,16 +11,15 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
-from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.ops.arguments import all_arguments, fill_number
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import descendants, first_inputs, origin
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # Of the operations behind the experts, before their slots are looked up; a walk that meets more has left them.
 _MOST_NODES = 60
@@ -46,7 +45,7 @@ class ReadTable:
 
 
 def read_table(match: BlockMatch) -> ReadTable:
-    """What reads the slots of a block's experts. Raises NotThisForm where that is not lookups of rows alone."""
+    """Return the readers of the slots of a block's experts. Raises NotThisForm unless all are lookups of rows."""
     lookups, between = _readers(match.gemms[-1].node)
     tables = {_whole(ids_of_lookup(lookup)[0]) for lookup in lookups}
     if len(tables) != 1:
@@ -78,9 +77,7 @@ def is_lookup_of_rows(node: Node) -> bool:
 
 def even_groups(ends: Node) -> tuple[int, Any]:
     """Number of experts, and rows of each, where `ends` says that all have as many. Raises NotThisForm."""
-    chain = [ends]
-    while base_operation(chain[-1]) in CASTS | COPIES:
-        chain.append(chain[-1].all_input_nodes[0])
+    chain = [*first_inputs(ends, lambda step: has_trait(step, Trait.CAST, Trait.COPY))]
     if is_call(chain[-1], aten.cumsum.default):
         chain.append(all_arguments(chain[-1])["self"])
         # In a smaller type the ends of many rows would be other numbers.
@@ -96,19 +93,14 @@ def even_groups(ends: Node) -> tuple[int, Any]:
 def _readers(down: Node) -> tuple[list[Node], set[Node]]:
     """The lookups that end all ways from `down`, in their order, and what stands on these ways. Raises NotThisForm."""
     lookups: dict[Node, None] = {}
-    between = {down}
-    pending = [down]
-    while pending:
-        for user in pending.pop().users:
-            if user in between or user in lookups:
-                continue
-            if is_lookup_of_rows(user):
-                lookups[user] = None
-                continue
-            if user.op != "call_function" or not user.users or len(between) > _MOST_NODES:
-                raise NotThisForm(f"its slots are read by more than lookups, {named(user)} for one")
-            between.add(user)
-            pending.append(user)
+    between: set[Node] = set()
+    for user in descendants(down, stop=is_lookup_of_rows):
+        if is_lookup_of_rows(user):
+            lookups[user] = None
+            continue
+        if user.op != "call_function" or not user.users or len(between) > _MOST_NODES:
+            raise NotThisForm(f"its slots are read by more than lookups, {named(user)} for one")
+        between.add(user)
     for lookup in lookups:
         table, ids = ids_of_lookup(lookup)
         if table not in between or ids in between:
@@ -117,13 +109,12 @@ def _readers(down: Node) -> tuple[list[Node], set[Node]]:
 
 
 def _whole(node: Node) -> Node:
-    """`node` without operations that give the same elements in the same shape."""
-    while base_operation(node) in COPIES or operation(node) in VIEWS:
-        source = node.all_input_nodes[0]
-        if _sizes(source) != _sizes(node):
-            break
-        node = source
-    return node
+    """Return `node` without operations that return the same elements in the same shape."""
+
+    def is_same(step: Node) -> bool:
+        return has_trait(step, Trait.COPY, Trait.RESHAPE) and _sizes(step.all_input_nodes[0]) == _sizes(step)
+
+    return origin(node, passes=is_same)
 
 
 def _table(lookups: tuple[Node, ...], table: Node, between: set[Node]) -> ReadTable:

@@ -16,36 +16,27 @@ from torch.fx import Node
 from moepass.passes.blocks.expert_gemms import ExpertGemm, is_grouped_gemm
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import named_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates
+from moepass.passes.graph.nodes import fake_value, map_nodes, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
-from moepass.passes.rows.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
-from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, fits, several
+from moepass.passes.rows.row_rules import Layouts, RowRules, fits
 from moepass.passes.rows.rows_in_front import features_behind
 
 # These look values up by what rows say, or multiply matrices of rows; neither stands between the GEMMs of experts.
-_NOT_REPEATED = {"bmm", "gather", "scatter", "scatter_add", *GROUP_NORMS, *MADE}
 
 
 def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
-    """What `end` is computed by of `starts`, and those of them that it needs, in order."""
+    """Return the nodes by which `end` is computed from `starts`, and the `starts` that it needs, in order."""
     depends = set(starts)
     for node in end.graph.nodes:
         if any(used in depends for used in node.all_input_nodes):
             depends.add(node)
         if node is end:
             break
-    found: set[Node] = set()
-    pending = [end]
-    while pending:
-        node = pending.pop()
-        if node in depends and node not in found:
-            found.add(node)
-            pending += [] if node in starts else node.all_input_nodes
-    return sorted(found)
+    return sorted(ancestors(end, follow=depends.__contains__, stop=starts.__contains__)) if end in depends else []
 
 
 class RowsOfLookups(RowRules):
@@ -101,8 +92,8 @@ class RowsOfLookups(RowRules):
         )
 
     def _step(self, node: Node, inside: set[Node]) -> Node:
-        name, base = operation(node), base_operation(node)
-        if name == "getitem":
+        base = base_operation(node)
+        if has_trait(node, Trait.ITEM):
             source, place = node.args
             assert isinstance(source, Node)
             self._layouts[node] = several(self._layouts[source])[place]  # type: ignore[index]
@@ -110,14 +101,14 @@ class RowsOfLookups(RowRules):
         self._check_operator(node, base)
         for used in node.all_input_nodes:
             self._take(used, inside)
-        self._layouts[node] = found = self.with_rows(node, name, base, named_arguments(node))
+        self._layouts[node] = found = self.with_rows(node)
         self._check_result(node, found)
         layout = several(found)[0]
         assert layout is not None
-        if name in VIEWS:
+        if has_trait(node, Trait.RESHAPE):
             return self.writer.viewed(self._only_rows(node), [self.count, *features_behind(layout)])
         by_row = [self._layout(used).is_by_row for used in node.all_input_nodes if self._has_rows(used)]
-        if not all(by_row) and not (acts_by_element(node) and len(node.all_input_nodes) == 1):
+        if not all(by_row) and not (has_trait(node, Trait.ELEMENTWISE) and len(node.all_input_nodes) == 1):
             self._refuse(node, "has its rows in several dimensions")
         if node in self._whole:
             return self._only_rows(node)
@@ -138,7 +129,9 @@ class RowsOfLookups(RowRules):
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
             self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
-        if mutates(node) or draws_random_numbers(node) or base in _NOT_REPEATED:
+        is_repeated = base not in ("bmm", "gather", "scatter", "scatter_add")
+        is_repeated = is_repeated and not has_trait(node, Trait.GROUP_NORM, Trait.FILL)
+        if mutates(node) or draws_random_numbers(node) or not is_repeated:
             self._refuse(node, "is no operation that can be repeated for other rows")
         for value in several(fake_value(node)):
             # Rows that no expert computes hold anything: to look something up by them, or to divide by them, may fail.
@@ -155,7 +148,7 @@ class RowsOfLookups(RowRules):
             self._values[used] = self._new_rows_of(used)
         else:
             self._layouts[used] = no_rows(value.shape)
-            if base_operation(used) in MADE | MADE_LIKE:
+            if has_trait(used, Trait.FILL, Trait.FILL_LIKE):
                 self._uniform.add(used)
 
     def _check_result(self, node: Node, found: Layouts) -> None:

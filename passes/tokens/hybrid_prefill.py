@@ -29,17 +29,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import (
-    copy_graph_module,
-    draws_random_numbers,
-    fake_value,
-    graph_inputs,
-    is_call,
-    mutates,
-)
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, is_call
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.segment import ALL_TOKENS_KEY, REGION_KEY, TOKENS_KEY
+from moepass.passes.ops.traits import draws_random_numbers, mutates
 from moepass.passes.rows.row_layout import Layout
 from moepass.passes.tokens.regions import Regions, find_regions, sorts_that_leave, stands_with_readers
 from moepass.passes.tokens.token_flow import TokenFlow, token_count, token_flow, token_inputs

@@ -22,12 +22,11 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.nodes import fake_value, is_call, is_view, view_source
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
+from moepass.passes.ops.walk import origin, view_source, walk
 from moepass.passes.tokens.token_flow import TokenFlow
-
-_GEMMS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm_fallback"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +47,16 @@ def stands_with_readers(node: Node, flow: TokenFlow) -> bool:
 
 
 def _is_weight_view(node: Node, flow: TokenFlow) -> bool:
-    source = node
-    while is_view(source) and len(source.all_input_nodes) == 1:
-        if source in flow.layouts or source in flow.aligned or _is_element_of_gather(source):
-            break
-        source = source.all_input_nodes[0]
+    def is_of_tokens(step: Node) -> bool:
+        return step in flow.layouts or step in flow.aligned
+
+    def is_plain_view(step: Node) -> bool:
+        is_end = is_of_tokens(step) or _is_element_of_gather(step)
+        return is_view(step) and len(step.all_input_nodes) == 1 and not is_end
+
+    source = origin(node, passes=is_plain_view)
     is_root = source.op in ("placeholder", "get_attr") or _is_element_of_gather(source)
-    return source is not node and is_root and source not in flow.layouts and source not in flow.aligned
+    return source is not node and is_root and not is_of_tokens(source)
 
 
 def _is_element_of_gather(node: Node) -> bool:
@@ -103,7 +105,7 @@ def find_regions(nodes: Sequence[Node], flow: TokenFlow, first_number: int) -> R
         first = [node for node in left if node in wanted]
         order += [*first, *members]
         placed.update(first, members)
-        if any(base_operation(node) in _GEMMS or is_grouped_gemm(node) for node in members):
+        if any(has_trait(node, Trait.MATMUL, Trait.GROUPED_MATMUL) or is_grouped_gemm(node) for node in members):
             number.update(dict.fromkeys(members, first_number))
             first_number += 1
     return Regions(tuple(order), number)
@@ -119,15 +121,8 @@ def _banks(node: Node) -> set[Node]:
 
 def _ancestors(members: Sequence[Node], needs: Mapping[Node, Sequence[Node]], among: set[Node]) -> set[Node]:
     """What `members` need of the nodes `among`, which may hold some of them."""
-    found: set[Node] = set()
-    waiting = [node for node in members if node in among]
-    waiting += [used for node in members for used in needs[node] if used in among]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(used for used in needs[node] if used in among)
-    return found
+    starts = [*members, *(used for node in members for used in needs[node])]
+    return set(walk(filter(among.__contains__, starts), needs.__getitem__, among.__contains__))
 
 
 def sorts_that_leave(regions: Regions, flow: TokenFlow) -> frozenset[Node]:

@@ -26,11 +26,11 @@ from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import CASTS, base_operation, operation
+from moepass.passes.graph.nodes import fake_value, is_call, several
+from moepass.passes.ops.arguments import all_arguments, named_arguments
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, features_per_row, no_rows, size_of
-from moepass.passes.rows.row_rules import Layouts, RowRules, several
+from moepass.passes.rows.row_rules import Layouts, RowRules
 from moepass.passes.tokens.expert_ids import never_negative
 
 PAIRS, TOKENS, ROWS, COUNTS, ENDS, EMPTY = "pairs", "tokens", "rows", "counts", "ends", "empty"
@@ -86,7 +86,7 @@ class RoutingRules(RowRules):
             return Routed(self._grouped(node))
         base, given = base_operation(node), all_arguments(node)
         found: Routed | None = None
-        if base in ("sort", "argsort"):
+        if has_trait(node, Trait.SORT):
             found = self._sort(node, given)
         elif operation(node) == "getitem":
             found = self._element(node)
@@ -102,7 +102,7 @@ class RoutingRules(RowRules):
             found = self._counts(node, given)
         elif base == "cumsum":
             found = self._ends(node, given)
-        elif base in CASTS:
+        elif has_trait(node, Trait.CAST):
             found = self._cast(node, given)
         if found is None and any(used in self.facts for used in node.all_input_nodes):
             self._refuse(node, "computes with places of rows among those of all tokens")

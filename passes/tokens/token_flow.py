@@ -26,30 +26,14 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, graph_inputs, mutates, nodes_in
+from moepass.passes.graph.nodes import fake_value, graph_inputs, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
+from moepass.passes.ops.arguments import all_arguments, named_arguments
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, rows_first, size_of
-from moepass.passes.rows.row_operations import GROUP_NORMS, MADE
-from moepass.passes.rows.row_rules import Layouts, any_rows, fits, several
+from moepass.passes.rows.row_rules import Layouts, any_rows, fits
 from moepass.passes.tokens.routing import RoutingRules
-
-# Operators that compute attention, by name, and for each dimension of what they give that of the queries.
-_ATTENTION = {
-    "scaled_dot_product_attention": (0, 1, 2),
-    "_scaled_dot_product_attention_math": (0, 1, 2),
-    "_scaled_dot_product_flash_attention": (0, 1, 2),
-    "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
-    "_scaled_dot_product_efficient_attention": (0, 1, 2),
-    "_scaled_dot_product_cudnn_attention": (0, 1, 2),
-    "_scaled_dot_product_fused_attention_overrideable": (0, 1, 2),
-    "flex_attention": (0, 1, 2),
-    "trie_attention": (0, 2, 1),
-}
-# Arguments in which a size may stand: they say how long something is.
-_SHAPES = {"view": "size", "_unsafe_view": "size", "reshape": "shape", "expand": "size", "new_empty": "size"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,20 +216,21 @@ class _TokenWalk(RoutingRules):
         if not sizes:
             return
         base = base_operation(node)
+        is_shaped = has_trait(node, Trait.RESHAPE, Trait.EXPAND) or base == "new_empty"
         for name, value in named_arguments(node).items():
-            is_shape = _SHAPES.get(base) == name or (base, name) == ("slice", "end")
+            is_shape = (is_shaped and name in ("size", "shape")) or (base, name) == ("slice", "end")
             if not is_shape and any(used in sizes for used in nodes_in(value)):
                 self._refuse(node, "computes with a size that depends on the number of tokens")
 
     def _layouts_of_operation(self, node: Node) -> Layouts:
-        name, base, arguments = operation(node), base_operation(node), named_arguments(node)
+        base, arguments = base_operation(node), named_arguments(node)
         if base == "embedding":
             self._check_only(node, arguments["indices"])
             shape = fake_value(node).shape
             return Layout((*self._layout(arguments["indices"]).dimensions, features(shape[-1])))
         if base == "linear":
             return self._linear(node, arguments)
-        if base in MADE or base in GROUP_NORMS:
+        if has_trait(node, Trait.FILL, Trait.GROUP_NORM):
             self._refuse(node, "is given the number of tokens")
         if base == "repeat":
             return self._repeated(node, arguments)
@@ -256,7 +241,7 @@ class _TokenWalk(RoutingRules):
         if base in ("view_as_complex", "view_as_real"):
             dimensions = self._layout(arguments["self"]).dimensions
             return Layout(dimensions[:-1] if base == "view_as_complex" else (*dimensions, features(2)))
-        return self.with_rows(node, name, base, arguments)
+        return self.with_rows(node)
 
     def _linear(self, node: Node, arguments: dict[str, Any]) -> Layout:
         layout = self._layout(arguments["input"])
@@ -368,15 +353,16 @@ class _TokenWalk(RoutingRules):
             return None
         dimensions, base = self._layout(first).dimensions, base_operation(node)
         found: Layouts = None
-        if base in _ATTENTION and len(dimensions) == 4:
-            order = _ATTENTION[base]
+        if has_trait(node, Trait.ATTENTION) and len(dimensions) == 4:
+            # For each dimension of the result that of the queries.
+            order = (0, 2, 1) if base == "moepass::trie_attention" else (0, 1, 2)
             found = Layout((*(dimensions[place] for place in order), features(several(value)[0].shape[-1])))
         elif base in ("mm", "bmm"):
             found = Layout((*dimensions[:-1], features(value.shape[-1])))
-        elif base not in MADE and base not in GROUP_NORMS and self._follows_rules(node):
+        elif not has_trait(node, Trait.FILL, Trait.GROUP_NORM) and self._follows_rules(node):
             aligned = dict(self._aligned)
             try:
-                found = self.with_rows(node, operation(node), base, named_arguments(node))
+                found = self.with_rows(node)
             except NotThisForm:
                 found = None
             self._aligned = aligned

@@ -24,15 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import (
-    copy_graph_module,
-    fake_value,
-    graph_inputs,
-    is_call,
-    unbacked_conditions,
-    view_source,
-)
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, is_call, unbacked_conditions
 from moepass.passes.ir.segment import (
     BY_EXPERT,
     EAGER,
@@ -43,6 +35,8 @@ from moepass.passes.ir.segment import (
     Lowering,
     NotLowered,
 )
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.walk import view_source
 from moepass.passes.segments.tensorrt_choice import stays_out_of_tensorrt
 from moepass.passes.segments.token_program import is_region
 from moepass.runtime.lowering.boxed_code import TakesList, run_by_list

@@ -17,12 +17,12 @@ from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import operation
 from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.ops.traits import operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.rows.row_layout import ratio
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 _SIZE = "the number of its rows or tokens"
 _OPERATORS: dict[Any, Callable[[Any, Any], Any]] = {

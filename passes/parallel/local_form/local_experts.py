@@ -17,9 +17,11 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, is_call, is_view, map_nodes, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, is_float, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.traits import is_view
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
 from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
@@ -318,9 +320,9 @@ class LocalForm(BlockWriter):
 
     def _travelled(self, node: Node) -> Node | None:
         """What stands for `node` where that is what travelled with the rows, in whatever order."""
-        value = fake_value(node)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not is_float(node):
             return None
+        value = fake_value(node)
         found = exchanged_by(node) if self.block.travelling else None
         if found is None or found.input not in self.block.travelling:
             return None
@@ -339,9 +341,9 @@ class LocalForm(BlockWriter):
 
     def _moved_outputs(self, node: Node) -> Node | None:
         """What stands for `node` where that is the experts' outputs, in another order, before they are weighed."""
-        value = fake_value(node)
-        is_data = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return self.outputs if is_data and self._moves is not None and moved_values(node) == {self._moves} else None
+        return (
+            self.outputs if is_float(node) and self._moves is not None and moved_values(node) == {self._moves} else None
+        )
 
     def _of_rows(self, node: Node) -> int | Node | None:
         """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""
@@ -396,31 +398,16 @@ class LocalForm(BlockWriter):
         return not self._from_gemms(condition, values) and not _is_constant(condition)
 
     def _from_gemms(self, node: object, values: dict[Node, Node]) -> bool:
-        pending, seen = [node], set()
-        while pending:
-            current = pending.pop()
-            if not isinstance(current, Node) or current in seen:
-                continue
-            if current in values:
-                return True
-            seen.add(current)
-            if current in self._region:
-                pending.extend(current.all_input_nodes)
-        return False
+        if not isinstance(node, Node):
+            return False
+        before = ancestors(node, stop=lambda used: used in values or used not in self._region)
+        return any(used in values for used in before)
 
 
 def _is_constant(node: object) -> bool:
-    """True for what constants alone make, whose sizes are constants too."""
-    pending, seen = [node], set()
-    while pending:
-        current = pending.pop()
-        if not isinstance(current, Node) or current in seen or current.op == "get_attr":
-            continue
-        if current.op != "call_function" or collective_of(current) is not None:
-            return False
-        seen.add(current)
-        pending.extend(current.all_input_nodes)
-    return True
+    """Return whether `node` is computed from constants alone, whose sizes are constants too."""
+    before = ancestors(node) if isinstance(node, Node) else ()
+    return all(used.op == "get_attr" or (used.op == "call_function" and collective_of(used) is None) for used in before)
 
 
 def _is_of_sizes(node: Node) -> bool:

@@ -1,38 +1,27 @@
-"""What is moved: the values behind lookups, writes, joins and views of whole rows."""
+"""Moved values: the sources of lookups, writes, joins and views of whole rows."""
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import Collective, collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
-from moepass.passes.graph.operations import base_operation
-from moepass.passes.parallel.match.near_experts import ROW_MOVES
-from moepass.passes.rows.row_operations import MADE, MADE_LIKE
+from moepass.passes.graph.nodes import fake_value, is_float
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors
+from moepass.passes.parallel.match.near_experts import moves_rows
 
 
 def moved_values(node: Node) -> set[Node]:
-    """The values whose rows `node` moves, itself where it is no move; memory that was filled or not is none."""
-    found: set[Node] = set()
-    pending, seen = [node], {node}
-    while pending:
-        current = pending.pop()
-        if current.op == "call_function" and base_operation(current) in MADE | MADE_LIKE | MAKE_EMPTY:
-            continue
-        if not is_call(current, *ROW_MOVES) and not is_view(current):
-            found.add(current)
-            continue
-        for used in current.all_input_nodes:
-            value = fake_value(used)
-            is_data = isinstance(value, (tuple, list)) or (
-                isinstance(value, torch.Tensor) and value.is_floating_point()
-            )
-            if is_data and used not in seen:
-                seen.add(used)
-                pending.append(used)
-    return found
+    """Return the values whose rows `node` moves, `node` itself if it is no move; filled or empty memory is none."""
+
+    def is_data(used: Node) -> bool:
+        return isinstance(fake_value(used), (tuple, list)) or is_float(used)
+
+    def is_memory(used: Node) -> bool:
+        return has_trait(used, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
+
+    values = ancestors(node, follow=is_data, stop=lambda used: is_memory(used) or not moves_rows(used))
+    return {used for used in values if not is_memory(used) and not moves_rows(used)}
 
 
 def exchanged_by(node: Node) -> Collective | None:

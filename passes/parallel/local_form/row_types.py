@@ -8,19 +8,19 @@ casts on its way. These must be the same on all ways.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, is_accumulating_write
 from moepass.passes.graph.source_lines import named
-from moepass.passes.parallel.match.near_experts import ROW_MOVES
-from moepass.passes.rows.row_operations import MADE, MADE_LIKE
+from moepass.passes.ops.arguments import is_accumulating_write
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors, walk
+from moepass.passes.parallel.match.near_experts import moves_rows
 
 aten = torch.ops.aten
 
@@ -44,24 +44,11 @@ def casts_between(end: Node, starts: Collection[Node], region: Collection[Node])
     if not any(map(changes_type, _between(end, starts, region))):
         return Casts((), frozenset())
     types: dict[Node, tuple[torch.dtype, ...] | None] = {}
-    pending = [end]
-    while pending:
-        node = pending[-1]
-        if node in types:
-            pending.pop()
+    for node in sorted(walk([end], lambda node: () if node in starts or _is_constant(node) else _data_of(node))):
+        if node in starts or _is_constant(node):
+            types[node] = (_type(node),) if node in starts else None
             continue
-        if node in starts:
-            types[node] = (_type(node),)
-            continue
-        if _is_constant(node):
-            types[node] = None
-            continue
-        read = _data_of(node)
-        unknown = [used for used in read if used not in types]
-        if unknown:
-            pending += unknown
-            continue
-        found = {of for used in read if (of := types[used]) is not None}
+        found = {of for used in _data_of(node) if (of := types[used]) is not None}
         if len(found) != 1:
             raise NotThisForm(
                 f"rows come to {named(node)} in {' and in '.join(map(str, found)) or 'no type that is known'}; "
@@ -76,18 +63,16 @@ def casts_between(end: Node, starts: Collection[Node], region: Collection[Node])
 
 
 def _between(end: Node, starts: Collection[Node], region: Collection[Node]) -> set[Node]:
-    """All of `region` that `end` is computed from, not beyond `starts`."""
-    pending, found = [end], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node not in found and node not in starts and node in region:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    """Return the nodes of `region` from which `end` is computed, not beyond `starts`."""
+
+    def is_between(node: Node) -> bool:
+        return node not in starts and node in region
+
+    return set(filter(is_between, ancestors(end, follow=is_between)))
 
 
 def changes_type(node: Node) -> bool:
-    """True where a tensor of floating numbers that `node` reads has another floating type than what it gives."""
+    """Return whether `node` reads a floating-point tensor of another dtype than its result."""
     if node.op != "call_function" or _is_constant(node):
         return False
     own = _type_or_none(node)
@@ -96,13 +81,11 @@ def changes_type(node: Node) -> bool:
 
 
 def _data_of(node: Node) -> list[Node]:
-    """What a move takes rows from. Raises NotThisForm for what is no move."""
+    """Return the inputs from which a move takes rows. Raises NotThisForm if `node` computes."""
     collective = collective_of(node)
     if collective is not None:
         return [collective.input]
-    is_move = is_call(node, *ROW_MOVES) or (is_view(node) and not is_call(node, aten.view.dtype))
-    is_move = is_move and not is_accumulating_write(node)
-    if not is_move:
+    if not moves_rows(node) or is_call(node, aten.view.dtype) or is_accumulating_write(node):
         raise NotThisForm(
             f"it casts rows, and computes with them at {named(node)}, so its local form would round otherwise; "
             "expected rows to be moved and cast only, beside the experts"
@@ -112,9 +95,7 @@ def _data_of(node: Node) -> list[Node]:
 
 def _is_constant(node: Node) -> bool:
     """Numbers that are no rows: zeros that rows are put into, and what masks put in their place."""
-    return node.op == "get_attr" or (
-        node.op == "call_function" and base_operation(node) in MADE | MADE_LIKE | MAKE_EMPTY
-    )
+    return node.op == "get_attr" or has_trait(node, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
 
 
 def _is_single(node: Node) -> bool:
@@ -130,7 +111,6 @@ def _type(node: Node) -> torch.dtype:
 
 
 def _type_or_none(node: Node) -> torch.dtype | None:
-    value = fake_value(node)
-    values: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
+    values = several(fake_value(node))
     types = {one.dtype for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()}
     return types.pop() if len(types) == 1 else None

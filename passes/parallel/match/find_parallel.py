@@ -26,12 +26,13 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.detect import BlockMatch, find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of, communications_of
-from moepass.passes.graph.nodes import fake_value, is_call, positions
+from moepass.passes.graph.nodes import fake_value, is_call, is_float, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.match.match_block import match_block
 from moepass.passes.parallel.match.near_experts import (
     communications_before,
@@ -103,26 +104,19 @@ def _holds_all_experts(match: BlockMatch) -> bool:
 
 
 def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
-    """The communication that tells the ranks how many rows come with `exchanges`."""
-    counts: set[Node] = set()
-    pending = [
-        used for node in exchanges for used in node.all_input_nodes if isinstance(fake_value(used), torch.SymInt)
-    ]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if communication_of(node) is not None:
-            counts.add(node)
-            continue
-        for used in node.all_input_nodes:
-            value = fake_value(used)
-            is_count = isinstance(value, torch.SymInt) or (
-                isinstance(value, torch.Tensor) and not value.is_floating_point()
-            )
-            if is_count and used not in seen:
-                seen.add(used)
-                pending.append(used)
-    return counts
+    """Return the communication that tells the ranks how many rows come with `exchanges`."""
+
+    def is_size(node: Node) -> bool:
+        return isinstance(fake_value(node), torch.SymInt)
+
+    def is_count(node: Node) -> bool:
+        return is_size(node) or (isinstance(fake_value(node), torch.Tensor) and not is_float(node))
+
+    def communicates(node: Node) -> bool:
+        return communication_of(node) is not None
+
+    sizes = (used for node in exchanges for used in node.all_input_nodes if is_size(used))
+    return set(filter(communicates, ancestors(*sizes, follow=is_count, stop=communicates)))
 
 
 def _second_way_back(

@@ -11,20 +11,19 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.blocks.expert_masks import KEEP_VALUES
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import PERMUTATIONS, base_operation, permutation
+from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import first_inputs
 
-_VIEWS = {"view", "_unsafe_view", "reshape"}
-# Beyond this a bound of a slice means the end, whatever the size.
+# A bound of a slice of at least this number means the end.
 _END = 2**31
 
 
 class Order(enum.Enum):
-    """How pairs of a token and an expert lie in memory."""
+    """The order of the pairs of token and expert in memory."""
 
     BY_TOKEN = "[tokens, experts]"
     BY_EXPERT = "[experts, tokens]"
@@ -33,7 +32,7 @@ class Order(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MaskColumns:
-    """Columns `first` to `last` of what was gathered [`tokens`, experts], in some order; the types it went through."""
+    """Columns `first` to `last` of a gathered value [`tokens`, experts] in some order, and the dtypes of its casts."""
 
     tokens: sympy.Expr
     first: int
@@ -55,16 +54,16 @@ class MaskColumns:
         return 0 if self.order is Order.BY_TOKEN else 1
 
     def behind(self, node: Node) -> MaskColumns | None:
-        """The same as `node`, which is given it first, gives it; None where that does anything else."""
+        """Return these columns after `node`, whose first input they are; None if `node` computes something else."""
         base, given = base_operation(node), all_arguments(node)
-        if base in KEEP_VALUES:
+        if has_trait(node, Trait.COPY, Trait.CAST):
             before, after = fake_value(node.all_input_nodes[0]).dtype, fake_value(node).dtype
             return self if before == after else dataclasses.replace(self, types=(*self.types, after))
-        if base in _VIEWS:
+        if has_trait(node, Trait.RESHAPE):
             return self._regrouped(fake_value(node))
         if self.order is Order.FLAT:
             return None
-        if base in PERMUTATIONS:
+        if has_trait(node, Trait.PERMUTE):
             return self._turned() if permutation(node) == [1, 0] else self
         return self._cut(given) if base == "slice" else None
 
@@ -73,7 +72,7 @@ class MaskColumns:
         return dataclasses.replace(self, order=order)
 
     def _regrouped(self, value: torch.Tensor) -> MaskColumns | None:
-        """In the same order, experts side by side or apart."""
+        """Return these columns in the shape of `value`, if experts stay contiguous."""
         sizes = [size_expression(size) for size in value.shape]
         apart = [sympy.Integer(self.experts), self.tokens]
         if self.order is Order.BY_TOKEN:
@@ -97,18 +96,13 @@ class MaskColumns:
 
 
 def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collective, MaskColumns] | None:
-    """The gather among `gathers`, by their results, that `node` comes from, and what of it; None for anything else."""
-    chain: list[Node] = []
-    while node not in gathers:
-        if node.op != "call_function" or not node.all_input_nodes:
-            return None
-        chain.append(node)
-        node = node.all_input_nodes[0]
+    """Return the gather among `gathers`, by result, of which `node` has some columns, and these; otherwise None."""
+    *steps, node = first_inputs(node, lambda step: step not in gathers and step.op == "call_function")
+    if node not in gathers:
+        return None
     columns: MaskColumns | None = MaskColumns.all_of(node)
-    for one in reversed(chain):
-        if columns is None:
-            return None
-        columns = columns.behind(one)
+    for step in reversed(steps):
+        columns = None if columns is None else columns.behind(step)
     return None if columns is None else (gathers[node], columns)
 
 

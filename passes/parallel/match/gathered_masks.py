@@ -29,11 +29,12 @@ from moepass.passes.blocks.expert_masks import at_most_chosen, gathered_mask
 from moepass.passes.graph.collectives import WAIT, collective_of, communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import fake_value, is_call, mutates
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.traits import base_operation, mutates
+from moepass.passes.ops.walk import descendants
 from moepass.passes.parallel.match.gathered_columns import MaskColumns, Order, columns_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -155,18 +156,14 @@ class _GatheredPairs:
         """
         found: set[Node] = set()
         for gather in (one for one in self._gathers.values() if one.input in self._gathered):
-            pending = [gather.node]
-            while pending:
-                for user in pending.pop().users:
-                    if user in replaced or user in found:
-                        continue
-                    if not is_call(user, WAIT) and (user.is_impure() or mutates(user) or communication_of(user)):
-                        raise NotThisForm(
-                            f"what {named(gather.node)} gathers, of which the mask of chosen experts selects, is also "
-                            f"read by {named(user)}; expected nothing else to read it"
-                        )
-                    found.add(user)
-                    pending.append(user)
+            _, *users = descendants(gather.node, follow=lambda user: user not in replaced)
+            for user in users:
+                if not is_call(user, WAIT) and (user.is_impure() or mutates(user) or communication_of(user)):
+                    raise NotThisForm(
+                        f"what {named(gather.node)} gathers, of which the mask of chosen experts selects, is also "
+                        f"read by {named(user)}; expected nothing else to read it"
+                    )
+            found.update(users)
         return found
 
     def _readers(self) -> list[_GatheredMaskReader]:

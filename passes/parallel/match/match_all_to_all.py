@@ -12,20 +12,15 @@ from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, base_operation
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import CaptureNotes, Group
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.match.near_experts import communications_before, is_size, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# What makes numbers from constants and sizes alone.
-_MAKE_NUMBERS = (
-    prims.iota.default, aten.arange.start_step, aten.full.default, aten.cumsum.default, aten._to_copy.default,
-    prims.convert_element_type.default, aten.mul.Tensor, aten.add.Tensor,
-)  # fmt: skip
+aten = torch.ops.aten
 
 
 def match_all_to_all(
@@ -124,7 +119,7 @@ def _check_exact_sizes(dispatch: Collective, counts: Sequence[Collective]) -> No
 
 def _check_counts(counts: Node) -> None:
     """Raises NotThisForm where `counts` were whole numbers of a wider type before, by which a rank sends its rows."""
-    source = counts.all_input_nodes[0] if base_operation(counts) in CASTS else None
+    source = counts.all_input_nodes[0] if has_trait(counts, Trait.CAST) else None
     if source is not None and not fake_value(source).is_floating_point():
         raise NotThisForm(
             f"{named(counts)} turns counts from {fake_value(source).dtype} into {fake_value(counts).dtype} for their "
@@ -173,20 +168,12 @@ def _bounds_from_gathered(count: Collective, group: Group, own: int) -> tuple[in
 
 def _are_slots(match: BlockMatch) -> bool:
     """True where every expert has the same number of rows, however tokens are routed."""
-    return all(is_call(node, *_MAKE_NUMBERS) for node in _calls_before(match.gemms[0].key))
-
-
-def _calls_before(node: Node) -> Iterator[Node]:
-    """`node` and all operations on tensors that it is computed from."""
-    pending, seen = [node], {node}
-    while pending:
-        current = pending.pop()
-        if current.op == "call_function":
-            yield current
-        for used in current.all_input_nodes:
-            if used not in seen and isinstance(fake_value(used), torch.Tensor):
-                seen.add(used)
-                pending.append(used)
+    before = ancestors(match.gemms[0].key, follow=lambda used: isinstance(fake_value(used), torch.Tensor))
+    return all(
+        has_trait(node, Trait.ARANGE, Trait.FILL, Trait.CAST) or base_operation(node) in ("cumsum", "mul", "add")
+        for node in before
+        if node.op == "call_function"
+    )
 
 
 def _bounds_from_slots(dispatch: Collective, group: Group, own: int) -> tuple[int, ...]:

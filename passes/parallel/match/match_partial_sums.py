@@ -11,14 +11,16 @@ from torch.fx import Node
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import Group
+from moepass.passes.ops import walk
+from moepass.passes.ops.traits import Trait, has_trait, is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
-from moepass.passes.parallel.match.region_walk import ancestors, check_leaves, walk_back
+from moepass.passes.parallel.match.region_walk import check_leaves, walk_back
 from moepass.passes.parallel.match.token_origin import (
     gathered_rows,
     is_id_arithmetic,
@@ -94,20 +96,18 @@ def _gathered_inside(match: BlockMatch) -> Node | None:
     NotThisForm where more than that is.
     """
     ups, found = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
-    pending = [match.gemms[-1].activations]
-    seen = set(pending)
-    while pending and len(seen) < MOST_NODES:
-        node = pending.pop()
-        value = fake_value(node)
-        if node in ups or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
+
+    def is_value(node: Node) -> bool:
+        return node not in ups and is_float(node)
+
+    def is_gathered(node: Node) -> bool:
+        return gathered_rows(node) is not None
+
+    down = match.gemms[-1].activations
+    for node in walk.ancestors(down, follow=is_value, stop=is_gathered, most=MOST_NODES) if is_value(down) else ():
         gathered = gathered_rows(node)
         if gathered is not None:
             found[gathered] = None
-            continue
-        fresh = [used for used in node.all_input_nodes if used not in seen]
-        seen.update(fresh)
-        pending += fresh
     tokens = gathered_rows(match.gemms[0].activations)
     if tokens is not None:
         found.pop(tokens, None)
@@ -122,26 +122,22 @@ def _check_router(ids: Node, wanted: list[Node], place: dict[Node, int]) -> None
 
     A mask may be that of this rank's experts alone, and in front of the block no mock run sees it.
     """
-    while is_call(ids, aten.clone.default, aten._to_copy.default) or (
-        is_view(ids) and not is_call(ids, operator.getitem)
-    ):
-        ids = ids.all_input_nodes[0]
-    before = {node for source in wanted for node in ancestors(source, beyond=place[ids], place=place)}
-    pending, seen = [ids], {ids}
-    while pending:
-        for user in pending.pop().users:
-            if user in seen or user not in before:
-                continue
-            seen.add(user)
-            value = fake_value(user)
-            if is_call(user, aten.gather.default, aten.index.Tensor, aten.scatter.src) and value.is_floating_point():
-                continue
-            if not is_view(user) and not is_call(user, aten.clone.default, aten._to_copy.default):
-                raise NotThisForm(
-                    f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
-                    "expected them as the router gave them, with masks for this rank's experts behind its GEMMs"
-                )
-            pending.append(user)
+
+    def is_same(node: Node) -> bool:
+        return is_view(node) or has_trait(node, Trait.CAST, Trait.COPY)
+
+    def looks_up(node: Node) -> bool:
+        return is_float(node) and is_call(node, aten.gather.default, aten.index.Tensor, aten.scatter.src)
+
+    ids = walk.origin(ids, passes=lambda step: is_same(step) and not is_call(step, operator.getitem))
+    before = set(walk.ancestors(*wanted, follow=lambda used: place[used] > place[ids]))
+    _, *users = walk.descendants(ids, follow=before.__contains__, stop=looks_up)
+    for user in users:
+        if not is_same(user) and not looks_up(user):
+            raise NotThisForm(
+                f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
+                "expected them as the router gave them, with masks for this rank's experts behind its GEMMs"
+            )
 
 
 def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:

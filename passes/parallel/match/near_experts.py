@@ -10,32 +10,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # defines _wrap_tensor_autograd
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call, several
 from moepass.passes.graph.written_inputs import writes_to_inputs
+from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait, is_view
+from moepass.passes.ops.walk import ancestors, descendants, origin
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # [Empirical] The largest block of the forms that we know has about 80 nodes, and 11 for each rank, which read and check
 # what it sends and is sent; a walk that meets more has left the block.
 MOST_NODES = 400
 MOST_NODES_PER_RANK = 32
 
-_MIXING = (
-    aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding, aten.native_layer_norm,
-    aten._fused_rms_norm, aten.rms_norm, aten.layer_norm, aten.rsqrt,
-)  # fmt: skip
-ROW_MOVES = {
-    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
-    aten.masked_select.default, aten.masked_fill.Scalar, aten.where.self, aten.index_put.default,
-    aten.index_copy.default, aten.scatter.src, aten.slice_scatter.default, aten.cat.default, aten.stack.default,
-    aten.constant_pad_nd.default, aten.clone.default, aten.copy.default, aten._to_copy.default,
-    prims.convert_element_type.default, torch.ops._c10d_functional.wait_tensor.default,
-    torch.ops._c10d_functional._wrap_tensor_autograd.default,
-}  # fmt: skip
+_MIXING = (Trait.MATMUL, Trait.GROUPED_MATMUL, Trait.NORM)
+
+
+def moves_rows(node: Node) -> bool:
+    """Return whether `node` moves, copies or casts rows, or some of them, and computes nothing."""
+    is_move = has_trait(node, *MOVES, Trait.CAST) or is_call(node, aten.masked_select.default, aten.copy.default)
+    return is_move or is_view(node)
 
 
 def most_nodes(ranks: int) -> int:
@@ -45,35 +41,31 @@ def most_nodes(ranks: int) -> int:
 def first_communication_after(
     gemm: Node, width: int, place: dict[Node, int], most: int = MOST_NODES
 ) -> Communication | None:
-    """What the rows [., width] of `gemm` reach first, over `most` nodes."""
-    pending, seen = [gemm], {gemm}
-    found: list[Communication] = []
-    while pending:
-        node = pending.pop()
+    """Return the first communication that the rows [., width] of `gemm` reach, over `most` nodes."""
+
+    def has_rows(node: Node) -> bool:
+        return communication_of(node) is None and keeps_features(node, width)
+
+    reached: list[Communication] = []
+    for node in descendants(gemm, follow=has_rows, most=most):
         for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
             known, any_kind = collective_of(user), communication_of(user)
-            if any_kind is not None:
-                # A node is also read for its sizes; what is sent is the input.
-                if known is None or known.input is node:
-                    found.append(any_kind)
-            elif keeps_features(user, width) and len(seen) < most:
-                pending.append(user)
-    return min(found, key=lambda one: place[one.node], default=None)
+            # A collective also reads sizes; it sends only its input.
+            if any_kind is not None and (known is None or known.input is node):
+                reached.append(any_kind)
+    return min(reached, key=lambda communication: place[communication.node], default=None)
 
 
 def keeps_features(node: Node, width: int) -> bool:
     """Nodes between an expert's output and the collective move, mask, weigh and add rows; they do not mix features."""
-    if node.op != "call_function" or getattr(node.target, "overloadpacket", None) in _MIXING:
+    mixes = has_trait(node, *_MIXING) or base_operation(node) in ("mean", "pow", "embedding", "rsqrt")
+    if node.op != "call_function" or mixes:
         return False
     if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(
         _is_row_statistic(used) for used in node.all_input_nodes
     ):
         return False  # a norm: the block has ended, and the next one has its own collectives
-    value = fake_value(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)  # rows that are split
+    values = several(fake_value(node))  # rows that are split
     return all(isinstance(one, torch.Tensor) and is_size(_features(one, node), width) for one in values)
 
 
@@ -83,9 +75,8 @@ def _features(value: torch.Tensor, node: Node) -> Any:
 
 
 def _is_row_statistic(node: Node) -> bool:
-    while is_view(node) or is_call(node, aten._to_copy.default, prims.convert_element_type.default):
-        node = node.all_input_nodes[0]
-    return is_call(node, aten.rsqrt.default, aten.sqrt.default)
+    source = origin(node, passes=lambda step: is_view(step) or has_trait(step, Trait.CAST))
+    return is_call(source, aten.rsqrt.default, aten.sqrt.default)
 
 
 def is_size(size: Any, number: int) -> bool:
@@ -93,7 +84,7 @@ def is_size(size: Any, number: int) -> bool:
 
 
 def communications_before(*starts: Node) -> list[Communication]:
-    """What brought the rows or counts `starts` of a GEMM, nearest first."""
+    """Return the communication from which the rows or counts `starts` of a GEMM come, nearest first."""
     found: dict[Node, Communication] = {}
     for node in (node for start in starts for node in _moved_from(start)):
         one = communication_of(node)
@@ -103,24 +94,14 @@ def communications_before(*starts: Node) -> list[Communication]:
 
 
 def _moved_from(start: Node) -> Iterator[Node]:
-    """`start` and what it was moved from, or counted from."""
-    pending, seen = [start], {start}
-    while pending and len(seen) < MOST_NODES:
-        node = pending.pop(0)
-        yield node
-        for used in node.all_input_nodes if _passes_on(node) else ():
-            if used not in seen:
-                seen.add(used)
-                pending.append(used)
+    """Yield `start` and the nodes from which it was moved or counted."""
+    return ancestors(start, stop=lambda node: not _passes_on(node), most=MOST_NODES)
 
 
 def _passes_on(node: Node) -> bool:
-    if is_call(node, *ROW_MOVES) or is_view(node) or is_call(node, aten.histc.default):
+    if moves_rows(node) or is_call(node, aten.histc.default) or communication_of(node) is not None:
         return True
-    if communication_of(node) is not None:
-        return True
-    value = fake_value(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = several(fake_value(node))
     # Places and counts, however they are computed; but not the scores that they were chosen by.
     return node.op == "call_function" and not any(
         isinstance(item, torch.Tensor) and item.is_floating_point() for item in values
@@ -128,14 +109,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def kept_in(arriving: Communication) -> Node | None:
-    """The input of the graph that what `arriving` brings is written to, moved only; None where there is none."""
+    """Return the graph input to which the result of `arriving` is written, possibly moved; None if there is none."""
     holders = {node: memory for memory, nodes in writes_to_inputs(arriving.node.graph).items() for node in nodes}
-    pending, seen = [arriving.node], {arriving.node}
-    while pending:
-        node = pending.pop()
-        if node in holders:
-            return holders[node]
-        moved = [user for user in node.users if user in holders or is_call(user, *ROW_MOVES) or is_view(user)]
-        pending += [user for user in moved if user not in seen]
-        seen.update(moved)
-    return None
+    moved = descendants(arriving.node, follow=lambda user: user in holders or moves_rows(user))
+    return next((holders[node] for node in moved if node in holders), None)

@@ -14,11 +14,11 @@ from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import indexed_dimensions
 from moepass.passes.ir.protocol import Group
+from moepass.passes.ops.arguments import indexed_dimensions, named_arguments
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.match.near_experts import is_size
 
 aten = torch.ops.aten
@@ -134,19 +134,18 @@ def _tables_between(match: BlockMatch, sources: set[Node], place: dict[Node, int
     *ups, down = match.gemms
     stops = {up.node for up in ups}
     first = min(place[node] for node in stops)
-    pending, seen = [down.activations], {down.activations}
-    while pending:
-        node = pending.pop()
-        table = looked_up_table(node)
-        if table is not None:
+
+    def is_behind(used: Node) -> bool:
+        return isinstance(fake_value(used), torch.Tensor) and place[used] > first
+
+    def is_end(node: Node) -> bool:
+        return node in stops or looked_up_table(node) is not None
+
+    for table in map(looked_up_table, ancestors(down.activations, follow=is_behind, stop=is_end)):
+        if table is not None and table not in sources:
             value = fake_value(table)
-            if table not in sources and value.is_floating_point() and is_size(value.shape[0], match.record.experts):
+            if value.is_floating_point() and is_size(value.shape[0], match.record.experts):
                 yield table
-            continue
-        for used in node.all_input_nodes if node not in stops else ():
-            if used not in seen and isinstance(fake_value(used), torch.Tensor) and place[used] > first:
-                seen.add(used)
-                pending.append(used)
 
 
 def check_bounds(bounds: tuple[int, ...]) -> None:

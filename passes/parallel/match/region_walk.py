@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 import sympy
 import torch
@@ -17,9 +15,10 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.parallel.match.near_experts import MOST_NODES
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors, origin
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def walk_back(
@@ -63,10 +62,10 @@ class _WalkBack:
         self.exchanges: list[Collective] = []
 
     def go(self, root: Node, most: int) -> None:
-        heap = [(-self._place[root], root)]
-        queued = {root}
-        while heap:
-            _, node = heapq.heappop(heap)
+        met = {root}
+        for node in reversed(root.graph.nodes):
+            if node not in met:
+                continue
             if self._is_leaf(node):
                 self.leaves.add(node)
                 continue
@@ -81,10 +80,7 @@ class _WalkBack:
                 self.exchanges.append(collective)
                 if self._stop_at_inputs_of(collective):
                     self._stops.add(collective.input if collective.is_float else reshaped(collective.input))
-            for used in node.all_input_nodes:
-                if used not in queued:
-                    queued.add(used)
-                    heapq.heappush(heap, (-self._place[used], used))
+            met.update(node.all_input_nodes)
 
     def _is_leaf(self, node: Node) -> bool:
         if node in self._stops or node.op in ("placeholder", "get_attr") or is_expert_stack(node):
@@ -98,15 +94,8 @@ class _WalkBack:
             if collective_of(node) is not None or any(used in known for used in node.all_input_nodes):
                 known.add(node)
         first = min((self._place[node] for node in known if node.op != "placeholder"), default=0)
-        pending, seen = [length], {length}
-        while pending:
-            for used in pending.pop().all_input_nodes:
-                if used in known:
-                    return True
-                if used not in seen and self._place[used] > first:
-                    seen.add(used)
-                    pending.append(used)
-        return False
+        before = ancestors(length, follow=lambda used: self._place[used] > first)
+        return any(used in known for node in before for used in node.all_input_nodes)
 
 
 def _is_known_length(node: Node) -> bool:
@@ -114,27 +103,24 @@ def _is_known_length(node: Node) -> bool:
     return is_call(node, aten.sym_size.int) and isinstance(size, torch.SymInt) and not free_unbacked_symbols(size)
 
 
-_SAME_ORDER = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
-
-
-_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 # Types that hold every count.
 _COUNT_TYPES = (torch.int32, torch.int64)
 
 
 def reshaped(counts: Node) -> Node:
-    """The counts before they were seen in another shape, or turned into whole numbers of another type that holds them:
-    a rank may read its own sizes from there.
+    """Return the counts before they were reshaped or cast to another type that holds them.
+
+    A rank may read its own sizes from there.
     """
-    while True:
-        source = counts.all_input_nodes[0] if is_call(counts, *_SAME_ORDER, *_CASTS) else None
-        if source is None:
-            return counts
-        is_exact = all(fake_value(node).dtype in _COUNT_TYPES for node in (source, counts))
-        is_there = fake_value(source).device == fake_value(counts).device
-        if is_call(counts, *_CASTS) and not (is_exact and is_there):
-            return counts
-        counts = source
+
+    def is_same(step: Node) -> bool:
+        if not has_trait(step, Trait.CAST):
+            return has_trait(step, Trait.RESHAPE)
+        before, after = fake_value(step.all_input_nodes[0]), fake_value(step)
+        is_exact = before.dtype in _COUNT_TYPES and after.dtype in _COUNT_TYPES
+        return is_exact and bool(before.device == after.device)
+
+    return origin(counts, passes=is_same)
 
 
 def check_leaves(leaves: set[Node], rows: Node, place: dict[Node, int]) -> None:
@@ -158,15 +144,3 @@ def check_leaves(leaves: set[Node], rows: Node, place: dict[Node, int]) -> None:
                     f"{named(rows)}, does not tell; expected lengths of its rows, or a number that these are a "
                     "multiple of"
                 )
-
-
-def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:
-    """Nearest first, and no more than MOST_NODES; all that stand behind place `beyond` where `place` is given."""
-    pending, seen = deque([node]), {node}
-    while pending and (place is not None or len(seen) < MOST_NODES):
-        current = pending.popleft()
-        yield current
-        for used in current.all_input_nodes:
-            if used not in seen and (place is None or place[used] > beyond):
-                seen.add(used)
-                pending.append(used)

@@ -7,8 +7,9 @@ import torch
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ops.walk import ancestors
+from moepass.passes.parallel.match.near_experts import MOST_NODES
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.match.region_walk import ancestors
 
 aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
     """How many tokens of this rank the block routes, in the graph's sizes; None where nothing in the graph says so."""
     if "ids" in block.sources:
         return size_expression(fake_value(block.sources["ids"]).shape[0])
-    for node in ancestors(block.sources.get("counts", block.sources["rows"])):
+    for node in ancestors(block.sources.get("counts", block.sources["rows"]), most=MOST_NODES):
         if is_call(node, aten.topk.default):
             *leading, top_k = (size_expression(size) for size in fake_value(node)[0].shape)
             tokens = sympy.Mul(*leading)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, is_accumulating_write
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops import walk
+from moepass.passes.ops.arguments import is_accumulating_write
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# What is made to be filled with rows, or stands beside them.
-_FILLINGS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", *MAKE_EMPTY}
+aten = torch.ops.aten
 
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
@@ -94,26 +90,24 @@ def _laid_out(node: Node) -> Node | None:
     return None
 
 
-def _is_filling(node: Any) -> bool:
-    while is_view(node) and not is_call(node, operator.getitem):
-        node = node.all_input_nodes[0]
-    return isinstance(node, Node) and node.op == "call_function" and base_operation(node) in _FILLINGS
+def _is_filling(node: object) -> bool:
+    """Return whether `node` is memory that rows are written to, or that stands next to them."""
+    assert isinstance(node, Node)
+    source = walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM))
+    return has_trait(source, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
 
 
 def is_id_arithmetic(node: Node) -> Node | None:
-    """The ids that `node` shifts, wraps, masks or views, to turn global ids into this rank's."""
+    """Return the ids that `node` shifts, wraps, masks or views, to turn global ids into those of this rank."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.is_floating_point():
         return None
     if is_call(node, aten.where.self):
         candidates = [argument for argument in node.args[1:] if not _is_scalar_constant(argument)]
         return _node(candidates[0]) if len(candidates) == 1 else None
-    arithmetic = (
-        aten.sub.Tensor, aten.add.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.remainder.Scalar,
-        aten.masked_fill.Scalar, aten.clamp.default, aten.clone.default, aten._to_copy.default, aten.view.default,
-        aten.reshape.default, aten._unsafe_view.default,
-    )  # fmt: skip
-    return _node(node.args[0]) if is_call(node, *arithmetic) else None
+    is_same = has_trait(node, Trait.COPY, Trait.CAST, Trait.RESHAPE)
+    is_arithmetic = is_same or base_operation(node) in ("add", "sub", "remainder", "masked_fill", "clamp")
+    return _node(node.args[0]) if is_arithmetic else None
 
 
 def _is_scalar_constant(argument: object) -> bool:
@@ -144,49 +138,34 @@ def _row_places(rows: Node) -> Iterator[Node]:
     node: Node | None = rows
     while node is not None:
         if is_call(node, aten.index.Tensor, aten.index_select.default):
-            yield from (used for used in node.all_input_nodes[1:] if not fake_value(used).is_floating_point())
+            yield from (used for used in node.all_input_nodes[1:] if not is_float(used))
         node = is_row_move(node) or _laid_out(node)
 
 
 def _places_before(start: Node) -> Iterator[Node]:
-    """What places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
+    """Yield what places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
 
     Behind those lies the rest of the model, and in it the blocks before this one.
     """
-    pending, seen = [start], {start}
-    while pending and len(seen) < MOST_NODES:
-        node = pending.pop(0)
-        is_sort = is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default)
-        if is_sort and _is_float(node.args[0]):
-            continue
-        yield node
-        for used in node.all_input_nodes:
-            # Counts may be floating numbers (histc); they were cast from ids.
-            is_cast = is_call(used, aten._to_copy.default, prims.convert_element_type.default)
-            if used not in seen and (not _is_float(used) or is_cast or is_call(used, aten.histc.default)):
-                seen.add(used)
-                pending.append(used)
 
+    def is_place(used: Node) -> bool:
+        # Counts may be floating numbers (histc); they were cast from ids.
+        return not is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
 
-def _is_float(node: object) -> bool:
-    value = fake_value(node) if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    def sorts_scores(node: Node) -> bool:
+        return has_trait(node, Trait.SORT) and is_float(node.args[0])
+
+    before = walk.ancestors(start, follow=is_place, stop=sorts_scores, most=MOST_NODES)
+    return (node for node in before if not sorts_scores(node))
 
 
 def row_weights(match: BlockMatch) -> Node:
     """The weights by which the expert outputs are multiplied, row by row."""
-    pending, seen = deque([match.gemms[-1].node]), set[Node]()
-    while pending and len(seen) < MOST_NODES:
-        node = pending.popleft()
-        for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if is_call(user, aten.mul.Tensor):
-                others = [argument for argument in user.args if argument is not node]
-                if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
-                    return others[0]
-            pending.append(user)
+    for node in walk.descendants(match.gemms[-1].node, most=MOST_NODES):
+        for user in filter(lambda user: is_call(user, aten.mul.Tensor), node.users):
+            others = [argument for argument in user.args if argument is not node]
+            if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
+                return others[0]
     raise NotThisForm(
         f"the results of {named(match.gemms[-1].node)} are not multiplied by weights [., 1] of their rows before "
         "they are added up"

@@ -1,4 +1,4 @@
-"""Tell sums over ranks to which a rank adds nothing but zeros: so does one that holds none of the experts."""
+"""Sums over ranks to which a rank adds only zeros, as a rank without experts does."""
 
 from __future__ import annotations
 
@@ -6,28 +6,16 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.node_arguments import named_arguments
-from moepass.passes.graph.nodes import fake_value, is_view
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ops.arguments import fill_value, is_accumulating_write, moved_elements, named_arguments
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
 
-_ZEROS = {"zeros", "zeros_like", "new_zeros", "zero"}
-_FILLS = {"full", "full_like", "new_full", "fill", "scalar_tensor"}
 # What a rank without experts makes of no results are a few operations; the walk goes no further.
 _MOST_STEPS = 128
-# Zero where all of these arguments are; the others say where, how often or in what shape.
-_ALL_ARE_NEEDED = {
-    "add": ("self", "other"), "sub": ("self", "other"), "where": ("self", "other"), "masked_fill": ("self", "value"),
-    "index_put": ("self", "values"), "_unsafe_index_put": ("self", "values"), "index_add": ("self", "source"),
-    "index_copy": ("self", "source"), "scatter": ("self", "src", "value"), "scatter_add": ("self", "src"),
-    "slice_scatter": ("self", "src"), "cat": ("tensors",), "stack": ("tensors",), "constant_pad_nd": ("self", "value"),
-    "copy": ("src",), "neg": ("self",), "sum": ("self",), "clone": ("self",), "index": ("self",),
-    "_unsafe_index": ("self",), "index_select": ("self",), "gather": ("self",), "repeat": ("self",),
-    "_to_copy": ("self",), "convert_element_type": ("a",),
-}  # fmt: skip
 
 
 def adds_nothing(summing: Node) -> bool:
-    """True where a float sum over ranks, by AllReduce or ReduceScatter, is given zeros whatever the inputs are."""
+    """Return whether a float sum over ranks, by AllReduce or ReduceScatter, adds only zeros for all inputs."""
     collective = collective_of(summing)
     if collective is None or collective.reduction != "sum" or not collective.is_float:
         return False
@@ -35,7 +23,7 @@ def adds_nothing(summing: Node) -> bool:
 
 
 class _Zeros:
-    """Which nodes are zeros, followed back a few steps."""
+    """A search over a few steps for nodes that are zero."""
 
     def __init__(self) -> None:
         self._known: dict[Node, bool] = {}
@@ -54,14 +42,17 @@ class _Zeros:
         if node.op != "call_function" or not isinstance(fake_value(node), (torch.Tensor, tuple, list)):
             return False
         base, given = base_operation(node), named_arguments(node)
-        if base in _ZEROS:
-            return True
-        if base in _FILLS:
-            return self.holds(next((given[name] for name in ("fill_value", "value", "s") if name in given), None))
+        if has_trait(node, Trait.FILL, Trait.FILL_LIKE):
+            return self.holds(fill_value(node))
+        if base in ("fill", "zero"):
+            return self.holds(given.get("value", 0))
         if base in ("mul", "div"):
             return self.holds(given["self"]) or (base == "mul" and self.holds(given["other"]))
-        if base in _ALL_ARE_NEEDED:
-            parts = [given[name] for name in _ALL_ARE_NEEDED[base] if name in given]
-            flat = [item for part in parts for item in (part if isinstance(part, (list, tuple)) else (part,))]
-            return bool(flat) and all(map(self.holds, flat))
-        return is_view(node) and bool(node.all_input_nodes) and self.holds(node.all_input_nodes[0])
+        elements = moved_elements(node)
+        if base in ("add", "sub", "neg", "sum") or has_trait(node, Trait.WRITE_SUM, Trait.CAST):
+            elements = [given[name] for name in ("self", "other", "src", "source", "a") if name in given]
+        elif base == "copy" or is_accumulating_write(node):
+            elements = [given["src"]] if base == "copy" else [given["self"], given["values"]]
+        elif elements is None and is_view(node):
+            elements = node.all_input_nodes[:1]
+        return bool(elements) and all(map(self.holds, elements))  # type: ignore[arg-type]

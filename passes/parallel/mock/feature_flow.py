@@ -1,4 +1,4 @@
-"""Tell whether a parallel block treats all features alike, so that a few of them prove the same as all.
+"""Check that a parallel block treats all features alike, so that a few of them prove the same as all.
 
 Contract
     in    a block, the local form that was written for it, and its data nodes (data_flow.py)
@@ -11,53 +11,24 @@ between two GEMMs, the activation function, may mix features: the local form rep
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.collectives import WAIT, collective_of
-from moepass.passes.graph.node_arguments import named_arguments
-from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.parallel.local_form.data_flow import SHAPE_READERS
+from moepass.passes.graph.collectives import collective_of
+from moepass.passes.graph.nodes import fake_value, is_call, several
+from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# The same number everywhere: also along features.
-_CONSTANTS = {
-    aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default,
-    aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.zeros_like.default,
-    aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.scalar_tensor.default,
-}  # fmt: skip
-_EACH_ELEMENT = {
-    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar, aten.masked_fill.Scalar,
-    aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.clone.default, aten.copy.default,
-    aten._to_copy.default, prims.convert_element_type.default, aten.detach.default, aten.alias.default,
-}  # fmt: skip
-# Another shape with the same last dimension, of the same size: whole rows in the same order.
-_RESHAPED = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.expand.default,
-}  # fmt: skip
-# Act along `dim` alone.
-_ALONG = {
-    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default,
-    aten.stack.default, aten.flip.default, aten.index_select.default, aten.sum.dim_IntList, aten.index_add.default,
-    aten.index_copy.default, aten.slice_scatter.default, aten.select_scatter.default,
-}  # fmt: skip
-# Act along `dim`, by an index as long as the rows are wide.
-_ALONG_BY_INDEX = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
-_BY_INDEX = {
-    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default,
-}  # fmt: skip
+aten = torch.ops.aten
 
 
 def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
-    """The first node of the block that may treat one feature unlike another."""
+    """Return the first node of the block that may treat one feature unlike another."""
     weights = {gemm.weights for gemm in block.gemms}
     gemms = {gemm.node for gemm in block.gemms}
     # Nodes whose last dimension are features, each treated alike, or along whose last dimension nothing differs.
@@ -72,9 +43,9 @@ def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]
             if not all(used in alike or _is_by_row(used, node) for used in node.all_input_nodes):
                 return node
             alike.add(node)
-        elif is_call(node, *_CONSTANTS):
+        elif has_trait(node, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY):
             alike.add(node)
-        elif is_call(node, *SHAPE_READERS):
+        elif has_trait(node, Trait.SIZES_ONLY):
             continue
         elif any(used in alike for used in node.all_input_nodes):
             if _treats_alike(node, alike):
@@ -85,17 +56,19 @@ def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]
 
 
 def _is_by_row(mask: Node, masked: Node) -> bool:
-    """The same for all that a row has, however the activation function arranges its features."""
+    """Return whether all elements of each row of the mask are equal."""
     value = fake_value(mask)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
-    rest = zip(value.shape[1:], value.stride()[1:], strict=True)
-    flat = all((isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in rest)
+    other_dims = zip(value.shape[1:], value.stride()[1:], strict=True)
+    flat = all(
+        (isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in other_dims
+    )
     return flat and value.dim() == fake_value(masked).dim()
 
 
 def _is_flat(node: Node, alike: set[Node]) -> bool:
-    """An operand that may meet rows: features treated alike, or the same for all features."""
+    """Return whether an operand has features that are treated alike, or is the same for all features."""
     value = fake_value(node)
     if node in alike or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
@@ -104,60 +77,61 @@ def _is_flat(node: Node, alike: set[Node]) -> bool:
 
 
 def _treats_alike(node: Node, alike: set[Node]) -> bool:
-    """True where `node`, some of whose operands are rows, gives rows and does the same to every feature of them."""
-    if collective_of(node) is not None or is_call(node, WAIT, operator.getitem):
+    """Return whether `node`, some of whose operands are rows, does the same to every feature of them."""
+    if collective_of(node) is not None or has_trait(node, Trait.WAIT, Trait.ITEM):
         return True
-    given = named_arguments(node)
-    if is_call(node, *_EACH_ELEMENT):
+    arguments = all_arguments(node)
+    if has_trait(node, Trait.ELEMENTWISE):
         return all(_is_flat(used, alike) for used in node.all_input_nodes)
-    if is_call(node, *_RESHAPED):
+    if has_trait(node, Trait.RESHAPE, Trait.EXPAND):
         return _keeps_width(node)
-    if is_call(node, *_ALONG, *_ALONG_BY_INDEX):
-        index = given.get("index") if is_call(node, *_ALONG_BY_INDEX) else None
-        moved = [used for used in _tensors(given, ("self", "tensors", "src", "source", "input")) if used is not index]
+    is_along = has_trait(node, Trait.ALONG, Trait.TOGETHER, Trait.SLICE_WRITE)
+    if is_along or base_operation(node) in ("index_select", "index_add", "index_copy"):
+        # An index with as many dimensions as the rows must be the same for all features.
+        index = arguments.get("index") if has_trait(node, Trait.TOGETHER) else None
+        moved = [
+            used for used in _tensors(arguments, ("self", "tensors", "src", "source", "input")) if used is not index
+        ]
         by_row = index is None or (isinstance(index, Node) and _is_flat(index, alike) and _keeps_width(node))
-        return by_row and _not_along_last(node, given) and all(_is_flat(used, alike) for used in moved)
-    if is_call(node, *_BY_INDEX):
-        indices = given["indices"]
-        rows = given["self"]
-        whole = len(indices) < fake_value(rows).dim() or indices[-1] is None
-        return whole and all(_is_flat(used, alike) for used in _tensors(given, ("self", "values")))
-    if is_call(node, aten.constant_pad_nd.default):
-        return all(isinstance(size, int) and size == 0 for size in given["pad"][:2])
-    if is_call(node, aten.repeat.default):
-        return isinstance(given["repeats"][-1], int) and given["repeats"][-1] == 1
-    if is_call(node, aten.permute.default):
-        last = fake_value(node).dim() - 1
-        return given["dims"][-1] in (last, -1)
-    if is_call(node, aten.transpose.int):
-        dims = fake_value(node).dim()
-        return all(given[name] % dims != dims - 1 for name in ("dim0", "dim1"))
+        return by_row and _not_along_last(node, arguments) and all(_is_flat(used, alike) for used in moved)
+    if has_trait(node, Trait.LOOKUP, Trait.WRITE):
+        indices = arguments["indices"]
+        rows = arguments["self"]
+        is_whole = len(indices) < fake_value(rows).dim() or indices[-1] is None
+        return is_whole and all(_is_flat(used, alike) for used in _tensors(arguments, ("self", "values")))
+    if has_trait(node, Trait.PAD):
+        return all(isinstance(size, int) and size == 0 for size in arguments["pad"][:2])
+    if has_trait(node, Trait.REPEAT):
+        return isinstance(arguments["repeats"][-1], int) and arguments["repeats"][-1] == 1
+    if has_trait(node, Trait.PERMUTE):
+        order = permutation(node)
+        return order[-1] == len(order) - 1
     return False
 
 
 def _keeps_width(node: Node) -> bool:
-    """The last dimension is as long as that of the rows that go in."""
+    """Return whether the last dimension keeps its size."""
     before, after = fake_value(node.all_input_nodes[0]), fake_value(node)
     widths = [value.shape[-1] if value.dim() else 0 for value in (before, after)]
     return all(isinstance(width, int) for width in widths) and widths[0] == widths[1]
 
 
-def _not_along_last(node: Node, given: dict[str, Any]) -> bool:
+def _not_along_last(node: Node, arguments: dict[str, Any]) -> bool:
     value = fake_value(node)
     after = value[0] if isinstance(value, (tuple, list)) else value
-    before = next(fake_value(used) for used in _tensors(given, ("self", "tensors", "input")))
-    chosen = given.get("dims", given.get("dim", 0))
+    before = next(fake_value(used) for used in _tensors(arguments, ("self", "tensors", "input")))
+    chosen = arguments.get("dims", arguments.get("dim"))
     if chosen is None or chosen == []:
-        return False
+        return False  # along all dimensions
     # A new dimension of `stack` counts among those that come out.
     number = after.dim() if is_call(node, aten.stack.default) else before.dim()
     dims = chosen if isinstance(chosen, Sequence) else [chosen]
     return all(isinstance(dim, int) and dim % number != number - 1 for dim in dims)
 
 
-def _tensors(given: dict[str, Any], names: Sequence[str]) -> Iterator[Node]:
+def _tensors(arguments: dict[str, Any], names: Sequence[str]) -> Iterator[Node]:
     for name in names:
-        value = given.get(name)
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, Node) and isinstance(fake_value(part), torch.Tensor):
-                yield part
+        value = arguments.get(name)
+        for item in several(value):
+            if isinstance(item, Node) and isinstance(fake_value(item), torch.Tensor):
+                yield item

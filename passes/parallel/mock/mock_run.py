@@ -20,19 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
-from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.scenarios import Scenario
 from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
-
-aten = torch.ops.aten
 
 # Sizes for the symbols of a graph: distinct, so that one does not pass for another.
 SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
@@ -69,13 +67,7 @@ class Steps:
     @classmethod
     def between(cls, nodes: Iterable[Node], given: set[Node], wanted: Node) -> Steps:
         """Those of `nodes` that `wanted` is computed by from `given`."""
-        needed: set[Node] = set()
-        pending = [wanted]
-        while pending:
-            node = pending.pop()
-            if node not in needed and node not in given:
-                needed.add(node)
-                pending.extend(node.all_input_nodes)
+        needed = set(ancestors(wanted, follow=lambda used: used not in given)) - given
         return cls((node for node in nodes if node in needed), wanted)
 
 
@@ -218,7 +210,7 @@ class MockRun:
         if is_call(node, WAIT):
             return args[0]
         value = node.target(*_doubled(args), **_doubled(kwargs))  # type: ignore[operator]
-        if base_operation(node) in MAKE_EMPTY:
+        if has_trait(node, Trait.EMPTY):
             _spoil(value)
         return value
 

@@ -24,9 +24,10 @@ from sympy.core.function import Application
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.nodes import fake_value, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import SYMBOL_SIZES, MockBlock
@@ -83,16 +84,15 @@ class _Renamer(BlockCopier):
 
     def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Without those that only compute the number of tokens, or multiples of it."""
-        needed: set[Node] = set()
-        pending = [self._block.sink, self._result]
         stops = {*self._block.sources.values(), *self._block.expert_tensors}
-        while pending:
-            node = pending.pop()
-            if node in needed or node in stops or self._times_tokens(node) == 1:
-                continue
-            needed.add(node)
-            if self._times_tokens(node) is None:
-                pending.extend(node.all_input_nodes)
+
+        def is_needed(node: Node) -> bool:
+            return node not in stops and self._times_tokens(node) != 1
+
+        before = ancestors(
+            self._block.sink, self._result, follow=is_needed, stop=lambda node: self._times_tokens(node) is not None
+        )
+        needed = set(filter(is_needed, before))
         for node in nodes:
             if node in needed and self._times_tokens(node) is None:
                 self._check(node)
@@ -123,7 +123,7 @@ class _Renamer(BlockCopier):
         """Raises NotThisForm where `node`, or what it reads, has a size that the tokens do not tell."""
         for used in (node, *node.all_input_nodes):
             value = fake_value(used)
-            for item in value if isinstance(value, (list, tuple)) else (value,):
+            for item in several(value):
                 for size in item.shape if isinstance(item, torch.Tensor) else (item,):
                     if isinstance(size, torch.SymInt) and self._tells_apart(self.expression(size)):
                         raise NotThisForm(

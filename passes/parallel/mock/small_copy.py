@@ -31,8 +31,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.node_arguments import replace_numbers
 from moepass.passes.graph.nodes import fake_value, map_nodes
+from moepass.passes.ops.arguments import replace_numbers
 from moepass.passes.parallel.mock.feature_flow import tells_features_apart
 from moepass.passes.parallel.mock.mock_run import MockBlock, MockRun
 from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings

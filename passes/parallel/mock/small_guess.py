@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import UNNAMED, replace_numbers
-from moepass.passes.graph.nodes import fake_value, is_call, map_nodes
+from moepass.passes.graph.nodes import fake_value, map_nodes
+from moepass.passes.ops.arguments import UNNAMED, replace_numbers
+from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.parallel_block import bias_after
 from moepass.passes.parallel.mock.mock_run import (
     Answer,
@@ -30,8 +31,6 @@ from moepass.passes.parallel.mock.mock_run import (
 )
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
 from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
-
-aten = torch.ops.aten
 
 # Use of a number, by the name of its argument.
 _SHAPES = {
@@ -47,10 +46,6 @@ _USES = {
 }
 # Arguments among these that are lists in which equal numbers mean the same.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
-_CREATIONS = {
-    aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default, aten.arange.default, torch.ops.prims.iota.default,
-}  # fmt: skip
 _MOST_COMBINATIONS = 64
 _MOST_RUNS = 24
 
@@ -108,11 +103,9 @@ def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Gues
 
 def _next_choice(choices: list[tuple[Node, int, int]]) -> dict[Node, int] | None:
     """The last of `choices` (of a node, one of how many) that can be another, and all before it; None at the end."""
-    kept = list(choices)
-    while kept:
-        node, number, of = kept.pop()
+    for place, (node, number, of) in reversed([*enumerate(choices)]):
         if number + 1 < of:
-            return {**{earlier: index for earlier, index, _ in kept}, node: number + 1}
+            return {**{earlier: index for earlier, index, _ in choices[:place]}, node: number + 1}
     return None
 
 
@@ -266,7 +259,7 @@ class _GuessingRun(MockRun):
         value = fake_value(node)
         if not isinstance(value, torch.Tensor) or node in self.local.sized:
             return True
-        if is_call(node, *_CREATIONS) and value.dim() == 1:
+        if has_trait(node, Trait.FILL, Trait.ARANGE) and value.dim() == 1:
             # What is made for each expert is counted by expert; a single number is one that ranks agree on.
             size = value.shape[0]
             return name == "fill_value" and isinstance(size, int) and size == 1

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
 # Up to here a type has every integer.
@@ -20,13 +20,8 @@ _EXACT = {
     torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8, torch.int64: 2**63 - 1,
     torch.int32: 2**31 - 1, torch.int16: 2**15 - 1, torch.int8: 2**7 - 1, torch.uint8: 2**8 - 1, torch.bool: 1,
 }  # fmt: skip
-# Nothing is computed in these.
-_MOVES = {
-    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "slice", "select",
-    "split", "split_with_sizes", "getitem", "clone", "contiguous", "alias", "detach", "repeat", "flip", "wait_tensor",
-    "where", "masked_fill", "index", "index_select", "gather", "cat", "stack", "lift_fresh_copy",
-}  # fmt: skip
-_MADE = {"full", "scalar_tensor", "new_full", "full_like"}
+# These compute nothing, and do not cast: a write to a slice may.
+_MOVES = tuple({*MOVES} - {Trait.SLICE_WRITE})
 
 
 def check_type(node: Node, values: Range) -> None:
@@ -35,10 +30,10 @@ def check_type(node: Node, values: Range) -> None:
     if not isinstance(value, torch.Tensor) or values.empty:
         return
     dtype, name = value.dtype, base_operation(node)
-    if values.kind is Kind.FIXED and name in (*_MADE, *_MOVES):
+    if values.kind is Kind.FIXED and has_trait(node, Trait.FILL, Trait.FILL_LIKE, *_MOVES):
         return
     if values.grows:
-        counts = dtype in (torch.float32, torch.float64) and (name == "histc" or name in _MOVES)
+        counts = dtype in (torch.float32, torch.float64) and (name == "histc" or has_trait(node, *_MOVES))
         exact = dtype is torch.int64 or (dtype is torch.int32 and name != "mul") or counts
     else:
         exact = values.whole and max(abs(values.low), abs(values.high)) <= _EXACT.get(dtype, 0)

@@ -20,19 +20,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import operation
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.traits import Trait, has_trait, operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.value_range import Range
-
-aten = torch.ops.aten
 
 # Beyond this a bound of a slice means the end, whatever the size.
 _END = 2**31
 CHANGE = "let nothing between the collectives of the experts depend on it"
-_VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
 def structural_numbers(block: ParallelBlock) -> frozenset[int]:
@@ -58,7 +55,7 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
     name, arguments = operation(node), named_arguments(node)
     value = fake_value(node.all_input_nodes[0]) if node.all_input_nodes else None
     shape = value.shape if isinstance(value, torch.Tensor) else ()
-    if name in _VIEWS:
+    if has_trait(node, Trait.RESHAPE):
         _check_view(node, list(shape), list(fake_value(node).shape), structural)
     elif name == "slice.Tensor":
         ends = [arguments.get("start"), arguments.get("end")]
@@ -69,10 +66,9 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
     elif name == "slice_scatter":
         ends = [arguments.get("start"), arguments.get("end"), arguments.get("step", 1)]
         _check(node, "writes to", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
-    elif name == "split.Tensor":
-        _check(node, "splits at", shape, arguments, [arguments["split_size"]])
-    elif name == "split_with_sizes":
-        _check(node, "splits at", shape, arguments, arguments["split_sizes"])
+    elif has_trait(node, Trait.SPLIT):
+        sizes = next((arguments[name] for name in ("split_size", "split_sizes", "chunks") if name in arguments), ())
+        _check(node, "splits at", shape, arguments, sizes if isinstance(sizes, (list, tuple)) else [sizes])
     elif name == "constant_pad_nd":
         for place, amount in enumerate(arguments["pad"]):
             _check(node, "pads by", shape, {"dim": -1 - place // 2}, [amount])

@@ -44,23 +44,15 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, is_accumulating_write, is_mask
+from moepass.passes.ops.arguments import is_accumulating_write, is_mask, named_arguments
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
-# What each element is computed from stands where it stands.
-_BY_ELEMENT = {
-    "add", "sub", "mul", "neg", "where", "masked_fill", "clone", "contiguous", "alias", "detach", "_to_copy",
-    "convert_element_type", "lift_fresh_copy", "wait_tensor", "clamp", "clamp_min", "clamp_max", "minimum", "maximum",
-    "floor_divide", "div", "remainder", "fmod", "getitem", "logical_and", "bitwise_and",
-}  # fmt: skip
-_SORTS = {"sort", "argsort"}
-_COUNTS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc"}
-_LOOKUPS = {"index", "_unsafe_index", "index_select", "gather"}
-_WRITES = {"index_put", "_unsafe_index_put", "index_copy", "scatter"}
+# These compute each element from the elements at its position.
+_BY_ELEMENT = (Trait.ELEMENTWISE, Trait.ITEM, Trait.WAIT)
 # Combinations beyond this number are not waited for.
 _MOST_COMBINATIONS = 64
 _CHANGE = "let nothing between the collectives of the experts depend on both"
@@ -155,7 +147,7 @@ class JointTruths:
             self._add_meeting(node, together)
         if found is not None and self._is_number(node, found):
             together = frozenset({_itself(node, found)})
-        elif found is not None and (base_operation(node) in _SORTS | _COUNTS or is_accumulating_write(node)):
+        elif found is not None and (has_trait(node, Trait.SORT, Trait.SUM) or is_accumulating_write(node)):
             # Which place or size comes of it depends on how many there are of each number.
             together = frozenset(each for each in together if each.truth not in self._numbers)
         self._found[node] = together
@@ -226,7 +218,7 @@ class JointTruths:
             each in self._numbers or self._range_of(each).kind <= Kind.CHOSEN for each in used
         ):
             return False
-        if used and base_operation(node) in _BY_ELEMENT and all(self._tells_all(each) for each in used):
+        if used and has_trait(node, *_BY_ELEMENT) and all(self._tells_all(each) for each in used):
             self._of_truths.add(node)
             return False
         self._numbers.add(node)
@@ -234,7 +226,7 @@ class JointTruths:
 
     def _is_inverted(self, node: Node, used: Node) -> bool:
         """Whether `node` writes each of a fixed number of places, `used`, once: the inverse of an order."""
-        if base_operation(node) not in _WRITES or base_operation(used) not in ("arange", "iota"):
+        if not has_trait(node, Trait.WRITE) or not has_trait(used, Trait.ARANGE):
             return False
         # Not by `==` itself: of sizes that only a run tells, torch does not answer.
         size, written = (sympy.expand(size_expression(fake_value(one).numel())) for one in (used, node))
@@ -246,8 +238,7 @@ class JointTruths:
         return found.uniform or node in self._of_truths or _is_truth(node, found)
 
     def _moved(self, node: Node, given: Dependence, is_data: bool, by_row: bool) -> Dependence:
-        name = base_operation(node)
-        if given.state is State.ANYWHERE or name in _BY_ELEMENT or (by_row and _is_column(given.truth)):
+        if given.state is State.ANYWHERE or has_trait(node, *_BY_ELEMENT) or (by_row and _is_column(given.truth)):
             return given
         if given.group != given.truth:
             return dataclasses.replace(given, state=State.MOVED)
@@ -257,8 +248,8 @@ class JointTruths:
             self._by_element.setdefault(given.truth, {})
             self._watched.add(given.truth)
         # Few different numbers are sorted into as many groups, in which all keep their order.
-        few = name in _SORTS and not self._range_of(node.args[0]).grows  # type: ignore[arg-type]
-        counted = name in _COUNTS and not is_data
+        few = has_trait(node, Trait.SORT) and not self._range_of(node.args[0]).grows  # type: ignore[arg-type]
+        counted = has_trait(node, Trait.SUM) and not is_data
         return dataclasses.replace(given, state=State.ANYWHERE if few or counted else State.MOVED)
 
     def _add_meeting(self, node: Node, together: frozenset[Dependence]) -> None:
@@ -340,7 +331,7 @@ def _looked_up(given: Dependence) -> Dependence:
 
 def _looks_up_by(node: Node, index: Node) -> bool:
     """Whether each element of `node` is looked up, in a table of one dimension, by the same element of `index`."""
-    if base_operation(node) not in _LOOKUPS:
+    if not has_trait(node, Trait.LOOKUP):
         return False
     given = named_arguments(node)
     indices = [each for each in given.get("indices", [given.get("index")]) if each is not None]

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.growing_sizes import CHANGE, structural_numbers, token_numbers
 from moepass.passes.parallel.ranges.tried_values import TriedValues
@@ -34,10 +34,6 @@ from moepass.passes.parallel.ranges.value_range import (
 MOST_SHIFT = 2
 # A place is a few offsets and a place among those of one expert. Whatever was tried, loads of other ratios may come.
 _LEAST_FACTOR = 6
-BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sym_max", "sym_min"}
-REMAINDERS = {"remainder", "mod"}
-_DIVISIONS = {"floor_divide", "floordiv"}
-DIVISIONS = _DIVISIONS | REMAINDERS
 
 
 class RangeArithmetic:
@@ -177,13 +173,13 @@ class RangeArithmetic:
         value, other = sorted(node.args[:2], key=lambda argument: -self.range_of(argument).kind)
         return (value, other, None) if "max" in base_operation(node) else (value, None, other)
 
-    def divided(self, node: Node, base: str) -> Range:
+    def divided(self, node: Node) -> Range:
         left, right = self.operands(node)
         if not right.uniform or right.kind is not Kind.FIXED or right.low <= 0 or not right.whole:
             raise NotThisForm(
                 f"{node.name} ({node.target}) divides places or sizes by what is no whole constant above 0; {CHANGE}"
             )
-        divisor, remains = right.low, base in REMAINDERS
+        divisor, remains = right.low, has_trait(node, Trait.REMAINDER)
         # What is divided again and again is 0 until there are very many.
         if left.kind > Kind.CHOSEN and divisor != 1 and (left.divisor != 1 or divisor not in self._divisors(left)):
             self.refuse_constant(node, "divides a place or a size by", divisor)
@@ -191,7 +187,9 @@ class RangeArithmetic:
             inside = left.low >= 0 and left.high < divisor
             found = computed(0, divisor - 1, left)
             return left if inside else dataclasses.replace(found, kind=min(found.kind, Kind.BOUND))
-        rounds_down = base in _DIVISIONS or node.kwargs.get("rounding_mode") == "floor" or left.low >= 0
+        rounds_down = (
+            has_trait(node, Trait.FLOOR_DIVIDE) or node.kwargs.get("rounding_mode") == "floor" or left.low >= 0
+        )
         ends = [end / divisor for end in (left.low, left.high)]
         low, high = (end if math.isinf(end) else (math.floor(end) if rounds_down else math.trunc(end)) for end in ends)
         return dataclasses.replace(computed(low, high, left), divisor=max(left.divisor, divisor))

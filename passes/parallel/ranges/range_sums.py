@@ -16,14 +16,11 @@ from torch.fx import Node
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.ranges.growing_sizes import CHANGE, grows_in_size, size_along
 from moepass.passes.parallel.ranges.joint_truths import is_single
 from moepass.passes.parallel.ranges.range_arithmetic import RangeArithmetic
 from moepass.passes.parallel.ranges.value_range import ANYTHING, COUNT, Kind, Range, growing, joined
-
-SUMS = {"sum", "sum.dim_IntList", "cumsum", "scatter_add", "index_add", "bincount", "histc", "sym_sum"}
-_PLAIN_SUMS = {"sum", "sum.dim_IntList", "cumsum", "sym_sum"}
 
 
 class RangeSums(RangeArithmetic):
@@ -31,7 +28,7 @@ class RangeSums(RangeArithmetic):
 
     def summed(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
         """Of a sum, a count, or sums by place."""
-        if name in ("bincount", "histc"):
+        if has_trait(node, Trait.COUNT):
             counted = self.range_of(node.args[0])
             if counted.kind > Kind.CHOSEN or arguments.get("weights") is not None:
                 raise NotThisForm(f"{node.name} ({node.target}) counts what are no expert ids; {CHANGE}")
@@ -55,7 +52,7 @@ class RangeSums(RangeArithmetic):
             found = dataclasses.replace(found, mixed=found.mixed and not is_single(node))
             return self.counted(node, found, addends.shift * number, times)
         is_static = addends.kind is not Kind.FIXED and self.is_of_tokens(number)
-        if name in _PLAIN_SUMS and number < math.inf and not is_static:
+        if name not in ("scatter_add", "index_add") and number < math.inf and not is_static:
             # Truths, as often as a constant says, are that constant.
             ends = [end * times for end in (addends.low, addends.high) for times in (min(1, number), number)]
             kind = Kind.FIXED if addends.kind is Kind.FIXED else max(addends.kind, Kind.BOUND)
@@ -74,7 +71,7 @@ class RangeSums(RangeArithmetic):
             return found
         elements, base = value.numel(), base_operation(node)
         used = [self.range_of(other) for other in node.all_input_nodes]
-        if base in ("index", "_unsafe_index", "index_select", "gather"):
+        if has_trait(node, Trait.LOOKUP):
             places = used[1:]
             again = elements if any(part.uniform or part.kind is Kind.FIXED for part in places) else used[0].copies
         elif base == "cumsum":

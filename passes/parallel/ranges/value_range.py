@@ -17,11 +17,6 @@ from typing import Any
 
 from torch.fx import Node
 
-_HOLDS = {
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-}  # fmt: skip
-COMPARISONS = frozenset(_HOLDS)
-
 
 class Kind(enum.IntEnum):
     """Later kinds take in the earlier ones."""
@@ -157,7 +152,7 @@ def product(left: Range, right: Range) -> Range:
 
 def is_decided(kind: str, left: Range, right: Range) -> bool | None:
     """How the comparison `kind` of all values of `left` with all of `right` comes out; None where that differs."""
-    corners = {_HOLDS[kind](a, b) for a in (left.low, left.high) for b in (right.low, right.high)}
+    corners = {getattr(operator, kind)(a, b) for a in (left.low, left.high) for b in (right.low, right.high)}
     apart = left.high < right.low or right.high < left.low
     if kind in ("eq", "ne") and not apart and not (left.uniform and right.uniform):
         return None

@@ -34,17 +34,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import (
-    base_operation,
+from moepass.passes.ops.arguments import (
+    fill_value,
     indexed_dimensions,
     is_accumulating_write,
     is_mask,
-    operation,
+    moved_elements,
+    named_arguments,
 )
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.exact_types import check_type
 from moepass.passes.parallel.ranges.growing_sizes import (
@@ -56,10 +56,9 @@ from moepass.passes.parallel.ranges.growing_sizes import (
     size_along,
 )
 from moepass.passes.parallel.ranges.joint_truths import JointTruths
-from moepass.passes.parallel.ranges.range_arithmetic import BOUNDS, DIVISIONS, size_range
-from moepass.passes.parallel.ranges.range_sums import SUMS, RangeSums
+from moepass.passes.parallel.ranges.range_arithmetic import size_range
+from moepass.passes.parallel.ranges.range_sums import RangeSums
 from moepass.passes.parallel.ranges.value_range import (
-    COMPARISONS,
     COUNT,
     EMPTY,
     Kind,
@@ -69,33 +68,10 @@ from moepass.passes.parallel.ranges.value_range import (
     joined,
 )
 
-_ONE_SOURCE = {
-    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "expand", "permute",
-    "transpose.int", "t", "slice.Tensor", "select.int", "split.Tensor", "split_with_sizes", "repeat", "flip",
-}  # fmt: skip
-_ELEMENT_BY_ELEMENT = {
-    "clone", "contiguous", "alias", "detach", "wait_tensor", "_local_scalar_dense", "lift_fresh_copy", "_to_copy",
-    "convert_element_type",
-}  # fmt: skip
-# Operators that take each element from one of several operands, with the names of these.
-_JOINS = {
-    "cat": ("tensors",), "stack": ("tensors",), "copy": ("src",), "constant_pad_nd": ("self", "value"),
-    "where.self": ("self", "other"), "where.ScalarSelf": ("self", "other"), "where.ScalarOther": ("self", "other"),
-    "where.Scalar": ("self", "other"), "masked_fill.Scalar": ("self", "value"), "masked_fill.Tensor": ("self", "value"),
-    "index_put": ("self", "values"), "_unsafe_index_put": ("self", "values"), "index_copy": ("self", "source"),
-    "scatter.src": ("self", "src"), "scatter.value": ("self", "value"), "slice_scatter": ("self", "src"),
-    "select_scatter": ("self", "src"),
-}  # fmt: skip
+# These take one element, or a part, of one operand.
+_ONE_SOURCE = (*(Trait.RESHAPE, Trait.EXPAND, Trait.PERMUTE, Trait.SLICE, Trait.SPLIT, Trait.REPEAT, Trait.FLIP),)
+_JOINS = (Trait.JOIN, Trait.CHOOSE, Trait.PAD, Trait.WRITE, Trait.SLICE_WRITE)
 _CHOICES = ("condition", "mask", "indices", "index")
-_LOOKUPS = {"index.Tensor", "_unsafe_index.Tensor", "index_select", "gather"}
-_PLACED = {"index_put", "_unsafe_index_put", "index_copy", "scatter.src", "scatter.value", "scatter_add", "index_add"}
-_TRUTHS = {
-    "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
-    "bitwise_xor", "any", "all",
-}  # fmt: skip
-_FILLS = {"full": None, "scalar_tensor": None, "new_full": None, "full_like": None, "zeros": 0, "new_zeros": 0,
-          "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}  # fmt: skip
-_SIZES = {"sym_size", "sym_numel", "sym_stride"}
 
 
 class ValueRanges(RangeSums):
@@ -156,46 +132,45 @@ class ValueRanges(RangeSums):
 
     def _range(self, node: Node) -> Range:
         name, base, arguments = operation(node), base_operation(node), named_arguments(node)
-        if base in COMPARISONS:
+        if has_trait(node, Trait.COMPARE):
             return self.compared(node, base)
         if name == "getitem":
             return self._item(node)
-        if name in _ELEMENT_BY_ELEMENT:
+        if has_trait(node, Trait.COPY, Trait.CAST, Trait.WAIT) or name == "_local_scalar_dense":
             return self.range_of(node.args[0])
-        if name in _ONE_SOURCE:
+        if has_trait(node, *_ONE_SOURCE):
             return self.range_of(node.args[0]).moved(node)
         if name in ("amax", "amin", "max", "min"):
             return self.range_of(node.args[0]).at_least(Kind.BOUND)
-        if name in _JOINS:
-            return self._joined(node, name, arguments)
-        if name in _LOOKUPS:
+        if has_trait(node, *_JOINS) or name == "copy":
+            return self._joined(node, arguments)
+        if has_trait(node, Trait.LOOKUP):
             return self._looked_up(node, arguments)
-        if name in SUMS:
+        if has_trait(node, Trait.SUM) or name == "sym_sum":
             self._check_places(node)
             return self.summed(node, name, arguments)
-        if base in _TRUTHS:
+        if has_trait(node, Trait.LOGICAL) or base in ("any", "all"):
             return self.truth(node)
         if base in ("add", "sub"):
             return self.added(node, base)
         if base in ("mul", "neg"):
             return self.multiplied(node, base)
-        if base in BOUNDS:
+        if has_trait(node, Trait.BOUND):
             return self.bounded(node, arguments)
         rounded = base == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")
-        if base in DIVISIONS or rounded:
-            return self.divided(node, base)
+        if has_trait(node, Trait.FLOOR_DIVIDE, Trait.REMAINDER) or rounded:
+            return self.divided(node)
         return self._made(node, base, arguments)
 
     def _made(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
         """Of what has no operands that are places, or puts them in order."""
-        if base in _FILLS:
-            given = next((arguments[key] for key in ("fill_value", "s") if key in arguments), _FILLS[base])
-            return self.range_of(given).moved(node)
-        if base in MAKE_EMPTY:
+        if has_trait(node, Trait.FILL, Trait.FILL_LIKE):
+            return self.range_of(fill_value(node)).moved(node)
+        if has_trait(node, Trait.EMPTY):
             return EMPTY
-        if base in _SIZES:
+        if has_trait(node, Trait.SIZE):
             return size_range(fake_value(node))
-        if base in ("arange", "iota"):
+        if has_trait(node, Trait.ARANGE):
             return self._counted(node, base, arguments)
         if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
             given = self.range_of(node.args[0])
@@ -220,15 +195,14 @@ class ValueRanges(RangeSums):
         is_order = isinstance(source, Node) and base_operation(source) == "sort" and position == 1
         return COUNT if is_order else self.range_of(source).moved(node)
 
-    def _joined(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
+    def _joined(self, node: Node, arguments: dict[str, Any]) -> Range:
         if is_accumulating_write(node):
             if str(fake_value(arguments["values"]).shape) != str(fake_value(arguments["indices"][0]).shape):
                 raise NotThisForm(f"{node.name} ({node.target}) adds one value to several places; {CHANGE}")
             self._check_places(node)
             return self.summed(node, "index_add", {"self": arguments["self"], "source": arguments["values"]})
-        given = [arguments.get(role, 0) for role in _JOINS[name]]
-        flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
-        parts = [part for part in (self.range_of(each) for each in flat) if not part.empty]
+        elements = moved_elements(node) or [arguments["src"]]
+        parts = [part for part in (self.range_of(each) for each in elements) if not part.empty]
         choices = [self.range_of(arguments[role]) for role in _CHOICES if role in arguments]
         self._check_places(node)
         if any(part.grows for part in parts):
@@ -238,7 +212,7 @@ class ValueRanges(RangeSums):
         if found.empty:
             return found
         # An operand is taken element by element, or goes to places of its own.
-        by_element = name.startswith(("where", "masked_fill"))
+        by_element = has_trait(node, Trait.CHOOSE)
         choice = computed(0, 0, *choices, *(parts if by_element else ()), Range(0, 0))
         # Which of some bounded values it is may depend on what grows; the value is bounded all the same.
         found = found.at_least(choice.kind if any(part.grows for part in parts) else min(choice.kind, Kind.BOUND))
@@ -312,8 +286,8 @@ class ValueRanges(RangeSums):
 
     def _check_places(self, node: Node, *, is_data: bool = False) -> None:
         """Places that `node` looks up, or writes to, stay in what it looks up in for every number of tokens."""
-        name, arguments = operation(node), named_arguments(node)
-        if name not in _LOOKUPS | _PLACED:
+        arguments = named_arguments(node)
+        if not has_trait(node, Trait.LOOKUP, Trait.WRITE, Trait.WRITE_SUM):
             return
         for dim, index in indexed_dimensions(arguments):
             if is_mask(index):
@@ -351,7 +325,7 @@ class ValueRanges(RangeSums):
 
     def _add_bound(self, node: Node, found: Range) -> None:
         """A bound that what is computed from the tokens may pass, or not, is a truth about it."""
-        if base_operation(node) not in BOUNDS or found.kind <= Kind.CHOSEN or self.tried.requires_both(node):
+        if not has_trait(node, Trait.BOUND) or found.kind <= Kind.CHOSEN or self.tried.requires_both(node):
             return
         value, lower, upper = self.bounds_of(node, named_arguments(node))
         given = self.range_of(value)

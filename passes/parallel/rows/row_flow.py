@@ -29,24 +29,21 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import named_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.rows.row_layout import Layout, no_rows
-from moepass.passes.rows.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
 from moepass.passes.rows.row_rules import (
     Layouts,
     Place,
     RowRules,
-    acts_by_element,
     any_rows,
     fits,
     has_symbols,
     is_flat,
-    several,
 )
 
 aten = torch.ops.aten
@@ -151,12 +148,10 @@ class _Walk(RowRules):
             self._size(node)
             return
         self._check_sizes(node)
-        name, base = operation(node), base_operation(node)
-        if base in MADE or not any(map(self._has_rows, node.all_input_nodes)):
-            self._constant(node, base)
+        if has_trait(node, Trait.FILL) or not any(map(self._has_rows, node.all_input_nodes)):
+            self._constant(node)
             return
-        arguments = named_arguments(node)
-        self._layouts[node] = found = self.with_rows(node, name, base, arguments)
+        self._layouts[node] = found = self.with_rows(node)
         values = fake_value(node)
         for layout, value in zip(several(found), several(values), strict=True):
             # Of several values, one that cannot be followed may be one that nobody reads.
@@ -188,17 +183,17 @@ class _Walk(RowRules):
         """What depends on the number of rows says how long something is, and nothing else."""
         if not any(used in self._sizes for used in node.all_input_nodes):
             return
-        counted = {("slice", "end"), *GROUP_NORMS.items()}
-        shapes = base_operation(node) in MADE | {"view", "_unsafe_view", "reshape", "expand"}
+        counted = {("slice", "end"), ("native_group_norm", "N")}
+        shapes = has_trait(node, Trait.FILL, Trait.RESHAPE, Trait.EXPAND)
         for name, value in named_arguments(node).items():
             is_shape = (shapes and name in ("size", "shape")) or (base_operation(node), name) in counted
             if not is_shape and any(used in self._sizes for used in nodes_in(value)):
                 self._refuse(node, "computes with the number of rows")
 
-    def _constant(self, node: Node, base: str) -> None:
+    def _constant(self, node: Node) -> None:
         value = fake_value(node)
-        by_element = acts_by_element(node) or operation(node) in VIEWS or base == "expand"
-        if not (by_element or base in MADE | MADE_LIKE):
+        by_element = has_trait(node, Trait.ELEMENTWISE, Trait.RESHAPE, Trait.EXPAND)
+        if not (by_element or has_trait(node, Trait.FILL, Trait.FILL_LIKE)):
             grows = [used for used in (node, *node.all_input_nodes) if has_symbols(fake_value(used))]
             if grows:
                 self._refuse(node, "computes with a constant that is as long as there are rows")
@@ -208,7 +203,9 @@ class _Walk(RowRules):
             else no_rows(value.shape)
         )
         tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
-        if base in MADE | MADE_LIKE or (by_element and all(self._is_uniform(used) for used in tensors)):
+        if has_trait(node, Trait.FILL, Trait.FILL_LIKE) or (
+            by_element and all(self._is_uniform(used) for used in tensors)
+        ):
             self._uniform.add(node)
 
     def _masked(self, node: Node) -> Layout:
@@ -226,6 +223,6 @@ class _Walk(RowRules):
             self._refuse(node, "masks something other than whole rows [rows, features]")
         for fill in fills:
             dims = range(fake_value(fill).dim())
-            if base_operation(fill) not in MADE and not all(is_flat(fill, dim) for dim in dims):
+            if not has_trait(fill, Trait.FILL) and not all(is_flat(fill, dim) for dim in dims):
                 self._refuse(node, "puts something other than one number in the place of the rows that it masks")
         return layout

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import is_call, nodes_in
-from moepass.passes.graph.operations import operation
+from moepass.passes.ops.arguments import named_arguments
+from moepass.passes.ops.traits import operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.rows.row_flow import RowFlow, check_equal_flow, flow_in_block, flow_in_local_form
 

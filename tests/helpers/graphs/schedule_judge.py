@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.nodes import is_call, is_view, mutates, readers
+from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
+from moepass.passes.ops.traits import is_view, mutates
+from moepass.passes.ops.walk import readers
 
 # The names of the shards that a bank is copied from, and its number.
 Contents = tuple[tuple[str, ...], int]

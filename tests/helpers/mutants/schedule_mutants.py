@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call, is_view, readers
+from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
 from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan, SlotStay
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
+from moepass.passes.ops.traits import is_view
+from moepass.passes.ops.walk import readers
 from moepass.passes.schedule.assign_slots import lifetimes
 from moepass.passes.schedule.assign_slots import plan as plan_slots
 from moepass.passes.schedule.schedule_slots import schedule

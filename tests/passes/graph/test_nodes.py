@@ -12,8 +12,10 @@ from torch import nn
 from torch.fx import Node
 
 import moepass
-from moepass.passes.graph import nodes as graph
-from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_view, mutates, view_source
+from moepass.passes.graph.nodes import graphs_within
+from moepass.passes.ops import traits
+from moepass.passes.ops.traits import draws_random_numbers, is_view, mutates
+from moepass.passes.ops.walk import view_source
 from tests.helpers.graphs.backend_helper import DenseBlock, capture, tokens
 
 aten = torch.ops.aten
@@ -30,7 +32,7 @@ def test_views_that_no_schema_declares_share_memory() -> None:
         aten.unsafe_split.Tensor: (1,),
         aten.unsafe_split_with_sizes.default: ([1, 1],),
     }
-    for operator in graph._UNDECLARED_VIEWS:
+    for operator in traits._UNDECLARED_VIEWS:
         value = torch.ones(2, 2)
         assert all(returned.alias_info is None for returned in operator._schema.returns)
         results = operator(value, *arguments.get(operator, ()))
@@ -50,7 +52,7 @@ def test_no_other_operator_returns_an_undeclared_view() -> None:
     # The functional form of set_, which AOT does not capture.
     views = set(finished.stdout.split()) - {"aten.set.source_Tensor"}
     assert "aten.unsafe_split.Tensor" in views
-    assert views <= {str(operator) for operator in graph._UNDECLARED_VIEWS}
+    assert views <= {str(operator) for operator in traits._UNDECLARED_VIEWS}
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 import moepass
-from moepass.passes.graph.nodes import mutates
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PlanError
+from moepass.passes.ops.traits import mutates
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.lower_segments import lower_segments

@@ -22,6 +22,8 @@ KNOWN: dict[str, Ids] = {
     "cut from below": lambda scores, numbers: numbers.clamp(min=0),
     "cut to a range": lambda scores, numbers: (numbers - 3).clamp(0, 3),
     "places of places": lambda scores, numbers: torch.arange(4).flip(0)[scores.topk(2).indices] + 1,
+    "of a running maximum": lambda scores, numbers: scores.cummax(-1).indices,
+    "written among others": lambda scores, numbers: scores.topk(2).indices.scatter(1, scores.topk(1).indices // 2, 7),
     "of groups": lambda scores, numbers: torch.cat([scores.argmax(-1), scores.argmin(-1) * 2]),
 }
 UNKNOWN: dict[str, Ids] = {
@@ -36,6 +38,8 @@ UNKNOWN: dict[str, Ids] = {
     "of numbers with a fraction": lambda scores, numbers: scores.to(torch.int64),
     "one less, with a factor": lambda scores, numbers: torch.add(scores.argmax(-1), 1, alpha=-1),
     "read from a table": lambda scores, numbers: torch.tensor([-1, 0, 1, -1])[scores.argmin(-1)],
+    "written among others": lambda scores, numbers: scores.topk(2).indices.scatter(1, scores.topk(1).indices // 2, -1),
+    "of the same bytes": lambda scores, numbers: torch.full((6,), -0.0).view(torch.int32),
     "values of a top-k": lambda scores, numbers: numbers.topk(2, largest=False).values,
 }
 

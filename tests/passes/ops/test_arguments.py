@@ -1,4 +1,4 @@
-"""Constant contents: ranges of numbers, and memory filled with one number."""
+"""Arguments that say what an operator fills its result with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moepass.passes.graph.contents import fill_number, is_arange
+from moepass.passes.ops.arguments import fill_number, is_arange
 
 
 def _made(make: Callable[[torch.Tensor], torch.Tensor]) -> Node:

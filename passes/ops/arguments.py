@@ -1,0 +1,137 @@
+"""The arguments of a node by name, and what they say: dimensions, indices, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait
+
+# Name of an argument of a Python operator, which has no names for them.
+UNNAMED = "other"
+# Arguments with elements that operators move; the others say which elements, or to which positions.
+_ELEMENT_ARGUMENTS = {"self", "input", "a", "tensors", "other", "src", "source", "values", "value"}
+
+
+def named_arguments(node: Node, args: Any = None, kwargs: Any = None) -> dict[str, Any]:
+    """Return the arguments of a node, or `args` and `kwargs` instead, by the names of its operator's schema.
+
+    Without a schema, names are positions.
+    """
+    args, kwargs = (node.args, node.kwargs) if args is None else (args, kwargs)
+    return {**dict(zip(_names(node), args, strict=False)), **kwargs}
+
+
+def all_arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node by name, in the order of its operator's schema, including defaults."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = named_arguments(node)
+    if schema is None:
+        return arguments
+    values = ((entry.name, arguments.get(entry.name, entry.default_value)) for entry in schema.arguments)
+    required = {entry.name for entry in schema.arguments if not entry.has_default_value()}
+    return {name: value for name, value in values if name in arguments or name not in required}
+
+
+def permutation(node: Node) -> list[int]:
+    """Return for each dimension of the result of a permutation the dimension of its operand."""
+    base, arguments = base_operation(node), all_arguments(node)
+    order = list(range(node.meta["val"].dim()))
+    if base == "permute":
+        return [dim % len(order) for dim in arguments["dims"]]
+    if base == "t":
+        return order[::-1]
+    left, right = (arguments[name] % len(order) for name in ("dim0", "dim1"))
+    order[left], order[right] = order[right], order[left]
+    return order
+
+
+def moved_elements(node: Node) -> list[Any] | None:
+    """Return the tensors and numbers of which each element of the result is one; None if `node` computes its elements.
+
+    An accumulating write computes, and so do casts.
+    """
+    if not has_trait(node, *MOVES) or is_accumulating_write(node):
+        return None
+    names = _ELEMENT_ARGUMENTS if has_trait(node, Trait.CHOOSE) else _ELEMENT_ARGUMENTS - {"other"}
+    values = all_arguments(node).items() if hasattr(node.target, "_schema") else (("self", node.args[0]),)
+    moved = [value for name, value in values if name in names]
+    return [item for value in moved for item in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def fill_number(node: Node) -> bool | int | float | None:
+    """Return the number with which all elements of `node` are filled, or None if there is none."""
+    value = fill_value(node)
+    return value if isinstance(value, (bool, int, float)) else None
+
+
+def fill_value(node: Node) -> Any:
+    """Return the number, or the node of a number, with which all elements of `node` are filled; None for no fill."""
+    if not has_trait(node, Trait.FILL, Trait.FILL_LIKE):
+        return None
+    base, arguments = base_operation(node), named_arguments(node)
+    number = 1 if "ones" in base else 0
+    return arguments.get("fill_value", arguments.get("s", number))
+
+
+def is_arange(node: Node) -> bool:
+    """Return whether `node` is a one-dimensional arange 0, 1, 2, .. in int32 or int64."""
+    if not has_trait(node, Trait.ARANGE):
+        return False
+    arguments = named_arguments(node)
+    is_exact = node.meta["val"].dtype in (torch.int32, torch.int64)
+    return is_exact and (arguments.get("start", 0), arguments.get("step", 1)) == (0, 1)
+
+
+def is_accumulating_write(node: Node) -> bool:
+    """Return whether `node` is an indexed write that accumulates."""
+    return has_trait(node, Trait.WRITE) and bool(named_arguments(node).get("accumulate"))
+
+
+def is_mask(index: Node) -> bool:
+    """Return whether `index` is a boolean mask."""
+    return bool(index.meta["val"].dtype is torch.bool)
+
+
+def indexed_dimensions(arguments: dict[str, Any]) -> list[tuple[int, Node]]:
+    """Return the dimensions that a lookup or write with these `arguments` indexes, each with its index."""
+    indices = arguments.get("indices")
+    if indices is None:
+        return [(arguments["dim"], arguments["index"])]
+    indexed, dim = [], 0
+    for index in indices:
+        if index is not None:
+            indexed.append((dim, index))
+        dim += index.meta["val"].dim() if index is not None and is_mask(index) else 1
+    return indexed
+
+
+def replace_numbers(node: Node, replace: Callable[[str, int, int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the node's arguments with each integer replaced by `replace(name, position, number)`.
+
+    `position` is the index in a list, or 0 outside of lists. An argument without a name is called `UNNAMED`.
+    """
+    names = _names(node) if hasattr(node.target, "_schema") else [UNNAMED] * len(node.args)
+
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            items = [replace(name, index, item) if _is_number(item) else item for index, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        return replace(name, 0, value) if _is_number(value) else value
+
+    args = tuple(changed(name, value) for name, value in zip(names, node.args, strict=False))
+    return args, {name: changed(name, value) for name, value in node.kwargs.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _names(node: Node) -> list[str]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [str(position) for position in range(len(node.args))]
+    return [argument.name for argument in schema.arguments]
