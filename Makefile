@@ -20,7 +20,7 @@ help:
 	@echo "make test        run ruff, mypy and the fast tests (5 to 8 minutes on 2 cores)"
 	@echo "make test-slow   run the slow tests (up to 2 hours on 2 cores; TEST_SEED=7 draws other random cases, TEST_TIMES=10"
 	@echo "                 ten times as many)"
-	@echo "make test-packages  run MoE layers and decoders of other projects' packages; installs them in $(PACKAGES)"
+	@echo "make test-packages  run MoE layers, decoders and clients of other projects; installs them in $(PACKAGES)"
 	@echo "                 (make record-packages writes the results into docs/)"
 	@echo "make test-gpu    run the tests that need a CUDA device and a CUDA build of torch; make benchmark-gpu measures"
 	@echo "                 (with PYTHON_GPU=python3 both use that Python and its packages, and install nothing)"
