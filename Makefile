@@ -113,6 +113,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python -m benchmarks.published
 	$(BIN)/python -m benchmarks.serving.faults
 	$(BIN)/python -m benchmarks.serving.overload
+	$(BIN)/python -m benchmarks.serving.busy_core
 	$(BIN)/python -m benchmarks.serving.routing
 	$(BIN)/python -m benchmarks.serving.throughput compare
 	$(BIN)/python -m benchmarks.serving.throughput questions
