@@ -258,7 +258,7 @@ SYSTEMONE_REQUESTS: dict[str, dict[str, Any]] = {
             }
         },
     },
-    # openjev-sglang, examples/request.json: a conversation.
+    # The example of openjev-sglang: a conversation.
     "openjev-sglang, example": {
         "state": [
             {"role": "system", "content": "You are a support assistant."},
