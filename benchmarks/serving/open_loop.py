@@ -43,6 +43,7 @@ class Load:
 
     def request(self) -> bytes:
         """Return the HTTP bytes of a random request."""
+        # Both models of the benchmarks have these token ids.
         prompts = [[self.random.randrange(5, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
         return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 

@@ -8,13 +8,13 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from moepass.cli.progress import no_garbage_collection
 from moepass.cli.record_options import takes_records
 from moepass.cli.streams import check_compiler_cache, check_output, open_output
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError
 from moepass.models.homes import HOMES
 from moepass.option_records import Count, option
+from moepass.runtime.system.garbage import no_garbage_collection
 
 _CANDIDATES = ", ".join(home.name for home in HOMES.values() if home.is_candidate)
 

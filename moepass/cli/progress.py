@@ -1,9 +1,8 @@
-"""Progress bars of the command line, and control of the garbage collector."""
+"""Progress bars of the command line."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -34,25 +33,3 @@ def progress_bar(
     console = Console(stderr=True)
     with progress.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         yield bar, bar.add_task(description, total=total)
-
-
-def freeze_live_objects() -> None:
-    """Exempt all objects that exist now from garbage collection, after everything is imported and loaded.
-
-    Otherwise each full collection walks through several hundred thousand permanent objects, which blocks the process
-    for 0.3 seconds.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection, which saves an eighth of the time of imports and tracing: they make little garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

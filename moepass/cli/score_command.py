@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from moepass.cli.progress import no_garbage_collection, progress_bar
+from moepass.cli.progress import progress_bar
 from moepass.cli.record_options import takes_records
 from moepass.cli.serve_options import ComputeOptions
 from moepass.cli.streams import check_compiler_cache, check_output, open_output
@@ -23,6 +23,7 @@ from moepass.clients.batch_lines import limited_lines
 from moepass.models import limits
 from moepass.models.errors import InputError, MoepassError, OptionError
 from moepass.option_records import Count, option
+from moepass.runtime.system.garbage import no_garbage_collection
 
 if TYPE_CHECKING:
     from moepass.compilations import Compilation

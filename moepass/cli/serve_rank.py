@@ -43,10 +43,10 @@ def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, is_o
 
     import zmq
 
-    from moepass.cli.progress import freeze_live_objects, no_garbage_collection
     from moepass.models.errors import MoepassError
     from moepass.runtime.serving.workers.messages import rank_name
     from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
+    from moepass.runtime.system.garbage import freeze_live_objects, no_garbage_collection
 
     try:
         with no_garbage_collection():
@@ -85,7 +85,7 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
     from moepass.stored_compile import StoredModule
 
     options = setup.options
-    devices = [rank_device(options.device, other) for other in range(options.ranks)]
+    devices = [rank_device(options.device, number) for number in range(options.ranks)]
     device = devices[rank]
     options.check_kernels(device.type)
     if device.type == "cuda":

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moepass.cli.progress import freeze_live_objects, no_garbage_collection
 from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
 from moepass.cli.serve_options import RankOptions, RankSetup, ServerOptions, served_names
 from moepass.cli.torchrun import LaunchedProcess
@@ -29,6 +28,7 @@ from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.supervisor import RankLostError
+from moepass.runtime.system.garbage import freeze_live_objects, no_garbage_collection
 from moepass.runtime.system.processes import allow_many_files
 
 if TYPE_CHECKING:

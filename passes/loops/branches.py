@@ -1,14 +1,14 @@
 """Follow the branches of a loop over experts in lockstep, and write what all of them compute, once, for all rows.
 
-Every branch does the same to rows of its own with weights of its own. Followed back from where the branches join, the
-nodes of all branches are of these kinds:
+All branches apply the same operations, each to different rows and with different weights. This module follows the
+branches back from the node that joins them. The corresponding nodes of all branches have one of these kinds:
 
-    rows       pieces of one tensor, and what is computed of them row by row: together [rows of all branches, ..]
-    by expert  weights, and what is computed of them alone: together [experts, ..]
+    rows       pieces of one tensor, and values computed from them row by row: together [rows of all branches, ..]
+    by expert  weights, and values computed from weights alone: together [experts, ..]
     shared     the same node, or the same constant, in all branches
 
-Rows times weights by expert is a grouped GEMM. Anything else that rows meet by expert, such as a bias, is looked up for
-each row. All other operations are repeated as they are: `passes/rows` proves that they leave rows apart.
+The product of rows and weights by expert is a grouped GEMM. Other values by expert, such as a bias, are looked up for
+each row. All other operations are repeated as they are, because `passes/rows` proves that they do not mix rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OTHER_ARGUMENTS = "has other arguments than in other branches"
 
 @dataclasses.dataclass(frozen=True)
 class RowsOfAll:
-    """`node` has the rows of all branches. `layouts` tell where the rows of the first branch lie in its node."""
+    """`node` has the rows of all branches. `layouts` are the layouts of the first branch's rows in its own node."""
 
     node: Node
     layouts: Layouts
@@ -67,14 +67,14 @@ class RowsOfAll:
 
 @dataclasses.dataclass(frozen=True)
 class ByExpert:
-    """`node` is [experts, ..]: what each branch has, one after the other."""
+    """`node` [experts, ..] has the values of all branches, one after the other."""
 
     node: Node
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """All branches have the same."""
+    """All branches have the same value, `node`."""
 
     node: Node
 
@@ -83,17 +83,17 @@ Together = RowsOfAll | ByExpert | Shared
 
 
 class Branches(RowRules):
-    """The branches of one loop, `experts` of them."""
+    """The `experts` branches of one loop."""
 
     def __init__(self, writer: GraphWriter, fixed: FixedNodes, experts: int) -> None:
         super().__init__((), {})
         self.writer = writer
         self.experts = experts
         self.gemms: list[Node] = []
-        # Whether each branch has a weight of its own, as experts have.
+        # Whether each branch has a different weight, as experts have.
         self.has_weights = False
         self.groups: RowGroups | None = None
-        # Where masks of experts select the rows: whose choices they are, by which kind of mask, and all pairs.
+        # If masks of experts select the rows: the chosen experts, the kind of mask, and all pairs.
         self.chosen: tuple[Chosen, bool] | None = None
         self.pairs: SortedPairs | None = None
         self._fixed = fixed
@@ -101,7 +101,7 @@ class Branches(RowRules):
         self._row_ids: Node | None = None
 
     def together(self, nodes: Sequence[Node]) -> Together:
-        """What `nodes`, one of each branch, are together. Raises NotThisForm."""
+        """Return the value of `nodes`, one of each branch, for all branches together. Raises NotThisForm."""
         key = tuple(nodes)
         if key not in self._known:
             if len(self._known) > _MOST_STEPS:
@@ -125,10 +125,10 @@ class Branches(RowRules):
         self._check_alike(nodes)
         if all(map(multiplies_by_one_matrix, nodes)):
             return self._of_matrices(nodes)
-        given = [_tensors_in(node) for node in nodes]
-        if len(set(map(len, given))) != 1:
+        inputs = [_tensors_in(node) for node in nodes]
+        if len(set(map(len, inputs))) != 1:
             self._refuse(first, "reads more or fewer values than in other branches")
-        tensors = {of_all[0]: self.together(of_all) for of_all in zip(*given, strict=True)}
+        tensors = {of_all[0]: self.together(of_all) for of_all in zip(*inputs, strict=True)}
         have_rows = any(isinstance(value, RowsOfAll) for value in tensors.values())
         if not compute_the_same(nodes, have_rows=have_rows):
             self._check_cuts(nodes)
@@ -159,9 +159,9 @@ class Branches(RowRules):
         return RowsOfAll(self.groups.all_rows(pieces, self._shape_of(layout), self.writer), layout)
 
     def _chosen_rows(self, nodes: tuple[Node, ...]) -> Pieces | None:
-        """What `nodes` list of the pairs that masks of experts select; None where they list none."""
-        found = masks_of_all_experts(nodes)
-        if found is None:
+        """Return the pairs that `nodes` list by masks of experts, as pieces; None if they list no such pairs."""
+        masked = masks_of_all_experts(nodes)
+        if masked is None:
             if (masks := masks_of_experts(nodes)) is not None:
                 if len({(mask.chosen, mask.is_turned) for mask in masks}) != 1:
                     self._refuse(
@@ -176,9 +176,9 @@ class Branches(RowRules):
                     f"{masks[0].chosen.experts} that a router chooses among; expected all of them, in order",
                 )
             return None
-        *chosen, are_tokens = found
+        *chosen, are_tokens = masked
         if self.pairs is None:
-            self.chosen, self.pairs = (found[0], found[1]), SortedPairs.of(found[0], self.writer)
+            self.chosen, self.pairs = (masked[0], masked[1]), SortedPairs.of(masked[0], self.writer)
         if [*chosen] != [*(self.chosen or ())]:
             self._refuse(nodes[0], "lists what a mask selects in another order than what it meets")
         sizes = tuple(size_expression(fake_value(node).shape[0]) for node in nodes)
@@ -188,7 +188,10 @@ class Branches(RowRules):
         return Pieces(source, 0, sizes, table=self.pairs.ends, are_whole=True)
 
     def _row_dims(self, shape: Sequence[Any]) -> list[int]:
-        """The dimensions of an even piece that are rows: all but the last; of later pieces as many as fit the first."""
+        """Return the dimensions of an even piece that are rows.
+
+        All but the last one; for later pieces, as many as give the number of rows of the first piece.
+        """
         if self.groups is None:
             return list(range(max(1, len(shape) - 1)))
         for number in range(len(shape), 0, -1):
@@ -197,7 +200,7 @@ class Branches(RowRules):
         return []
 
     def _constant_of_all(self, nodes: tuple[Node, ...]) -> Shared:
-        """Constants that every branch makes for itself."""
+        """Return a constant that every branch makes again. Raises NotThisForm for other nodes."""
         first = nodes[0]
         if first.op != "call_function" or draws_random_numbers(first):
             self._refuse(first, "is not the same in all branches, and no piece of rows")
@@ -208,7 +211,7 @@ class Branches(RowRules):
     # ---------------------------------------------------------------------------------------------- alike branches
 
     def _check_alike(self, nodes: tuple[Node, ...]) -> None:
-        """All branches do the same, up to how many rows they have. Raises NotThisForm."""
+        """Raise NotThisForm unless `nodes` do the same, except for their numbers of rows."""
         first = nodes[0]
         if all(node.op == "placeholder" for node in nodes):
             if (tied := next((node for node in nodes if nodes.count(node) > 1), None)) is not None:
@@ -229,7 +232,7 @@ class Branches(RowRules):
             self._refuse(first, _OTHER_ARGUMENTS)
 
     def _check_cuts(self, nodes: tuple[Node, ...]) -> None:
-        """Raises NotThisForm where `nodes` cut rows out that may not all be there, or take pieces in another order."""
+        """Raise NotThisForm if `nodes` may leave out rows, or take pieces in another order."""
         sources = {node.args[0] for node in nodes if is_call(node, operator.getitem)}
         if len(sources) == 1 and has_trait(next(iter(sources)), Trait.SPLIT):
             self._refuse(
@@ -239,9 +242,9 @@ class Branches(RowRules):
             )
         if base_operation(nodes[0]) != "slice":
             return
-        given = [all_arguments(node) for node in nodes]
-        sizes = [fake_value(node).shape[one["dim"]] for node, one in zip(nodes, given, strict=True)]
-        if len({one["self"] for one in given}) == 1 and not all(isinstance(size, int) for size in sizes):
+        arguments = [all_arguments(node) for node in nodes]
+        sizes = [fake_value(node).shape[values["dim"]] for node, values in zip(nodes, arguments, strict=True)]
+        if len({values["self"] for values in arguments}) == 1 and not all(isinstance(size, int) for size in sizes):
             self._refuse(
                 nodes[0],
                 "and those of the other branches are not known to cut out all rows, one after the other; where each "
@@ -251,7 +254,7 @@ class Branches(RowRules):
             )
 
     def _counts_rows(self, node: Node) -> bool:
-        """True where sizes stand among the arguments, which are looked at where the results are."""
+        """Return whether the arguments contain sizes; `_check_results` compares those of the results."""
         return has_trait(node, Trait.RESHAPE, Trait.FILL, Trait.EXPAND) or base_operation(node) == "slice"
 
     # ------------------------------------------------------------------------------------------------------ rows
@@ -263,39 +266,42 @@ class Branches(RowRules):
             (source,) = tensors.values()
             assert isinstance(source, RowsOfAll)
             place = cast("int", node.args[1])
-            self._layouts[node] = found = several(source.layouts)[place]
-            return RowsOfAll(self.writer.getitem(source.node, place), found)
+            self._layouts[node] = layout = several(source.layouts)[place]
+            return RowsOfAll(self.writer.getitem(source.node, place), layout)
         self._check_operator(node)
-        self._layouts[node] = found = self.with_rows(node)
-        self._check_results(nodes, found)
+        self._layouts[node] = layouts = self.with_rows(node)
+        self._check_results(nodes, layouts)
         if base in ("mm", "addmm"):
-            return RowsOfAll(self._multiplied(node, base, named_arguments(node), tensors), found)
+            return RowsOfAll(self._multiplied(node, base, named_arguments(node), tensors), layouts)
         if node in self._whole:
-            return dataclasses.replace(self._only_rows(tensors), layouts=found)
-        return RowsOfAll(self._repeated(node, base, tensors, found), found)
+            return dataclasses.replace(self._only_rows(tensors), layouts=layouts)
+        return RowsOfAll(self._repeated(node, base, tensors, layouts), layouts)
 
     def _of_matrices(self, nodes: tuple[Node, ...]) -> RowsOfAll:
-        """Batches of rows, each times the one matrix of the branch."""
+        """Return the products of batches of rows with the matrix of their branch."""
         node = nodes[0]
-        rows = self.together([cast("Node", one.args[0]) for one in nodes])
-        weights = self.together([repeated_matrix(one.args[1]) for one in nodes])
+        rows = self.together([cast("Node", gemm.args[0]) for gemm in nodes])
+        weights = self.together([repeated_matrix(gemm.args[1]) for gemm in nodes])
         if not isinstance(rows, RowsOfAll) or isinstance(weights, RowsOfAll):
             self._refuse(node, "has no rows on its left, or rows on its right")
         *batch, features = rows.layout.dimensions
         if any(part.is_rows for part in features):
             self._refuse(node, "multiplies and adds up rows")
         width = fake_value(node).shape[-1]
-        self._layouts[node] = found = Layout((*batch, *no_rows([width]).dimensions))
-        self._check_results(nodes, found)
-        return RowsOfAll(self._product(node, rows, weights), found)
+        self._layouts[node] = layout = Layout((*batch, *no_rows([width]).dimensions))
+        self._check_results(nodes, layout)
+        return RowsOfAll(self._product(node, rows, weights), layout)
 
     def _looked_up(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layout:
-        """Also what has no rows, looked up by several numbers of each row."""
+        """Return the layout of a lookup; also in a tensor without rows, by several numbers of each row."""
         start, indices = _numbers_of_rows(node)
         layouts = [self._layout(index) for index in indices]
         are_rows = all(
-            one == layouts[0] and one.is_by_row and len(one.dimensions) == 1 and fake_value(index).dtype is torch.int64
-            for index, one in zip(indices, layouts, strict=True)
+            by_row == layouts[0]
+            and by_row.is_by_row
+            and len(by_row.dimensions) == 1
+            and fake_value(index).dtype is torch.int64
+            for index, by_row in zip(indices, layouts, strict=True)
         )
         if not indices or not are_rows or layout.has_rows or len(indices) + start == 1:
             return super()._looked_up(node, layout, arguments)
@@ -305,14 +311,15 @@ class Branches(RowRules):
         return Layout((*dimensions[:start], *layouts[0].dimensions, *dimensions[start + len(indices) :]))
 
     def _looked_up_rows(self, node: Node, tensors: dict[Node, Together]) -> Node:
-        """What all rows look up in a tensor that all branches share."""
+        """Return the values that all rows look up in a tensor that all branches share."""
         start, indices = _numbers_of_rows(node)
         source = cast("Node", node.args[0])
-        if not isinstance(tensors[source], Shared) or not all(isinstance(tensors[one], RowsOfAll) for one in indices):
+        have_rows = all(isinstance(tensors[index], RowsOfAll) for index in indices)
+        if not isinstance(tensors[source], Shared) or not have_rows:
             self._refuse(node, "is looked up in something of each expert, or by something of it")
         shape = [self.writer.size(source, dim) for dim in range(start, fake_value(source).dim())]
         table = self.writer.viewed(tensors[source].node, shape)
-        return self.writer.emit(aten.index.Tensor, table, [tensors[one].node for one in indices])
+        return self.writer.emit(aten.index.Tensor, table, [tensors[index].node for index in indices])
 
     def _check_operator(self, node: Node) -> None:
         target = node.target
@@ -430,7 +437,10 @@ class Branches(RowRules):
         return written
 
     def _check_type(self, node: Node, own: torch.Tensor, together: torch.Tensor) -> None:
-        """A number of one expert leaves the type of its rows; the numbers of all experts are a tensor, and may not."""
+        """Raise NotThisForm if the values of all experts have another dtype than those of one.
+
+        A number does not change the dtype of the rows that it multiplies, but the tensor of all experts' numbers may.
+        """
         if own.dtype != together.dtype:
             self._refuse(node, f"gives {own.dtype} in a branch, and {together.dtype} for all experts together")
 
@@ -441,42 +451,42 @@ class Branches(RowRules):
             return args, kwargs
         if not has_trait(node, Trait.ALONG, Trait.TOGETHER) and base != "index_select":
             self._refuse(node, "is none of the operations that moepass repeats for all experts together")
-        given = all_arguments(node)
+        arguments = all_arguments(node)
         source = self._only_rows(tensors).layout
         if base == "stack":
             source = Layout((*source.dimensions, ()))
         for name in ("dim", "dims"):
-            if given.get(name) is None:
+            if arguments.get(name) is None:
                 continue
-            dims = given[name]
+            dims = arguments[name]
             moved = [dim_in_front(source, dim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
-            given[name] = moved if isinstance(dims, (list, tuple)) else moved[0]
-        if "dim" not in given and "dims" not in given:
+            arguments[name] = moved if isinstance(dims, (list, tuple)) else moved[0]
+        if "dim" not in arguments and "dims" not in arguments:
             self._refuse(node, "works along all dimensions")
-        given = dict(map_nodes(given, lambda used: tensors[used].node))
-        names = [one.name for one in node.target._schema.arguments if not one.kwarg_only]  # type: ignore[union-attr]
-        return [given.pop(name) for name in names], given
+        arguments = dict(map_nodes(arguments, lambda used: tensors[used].node))
+        schema = node.target._schema  # type: ignore[union-attr]
+        return [arguments.pop(entry.name) for entry in schema.arguments if not entry.kwarg_only], arguments
 
     def _permuted_rows(self, node: Node, rows: RowsOfAll) -> Node:
         behind = [dim for dim in permutation(node) if dim > rows_dim(rows.layout)]
         order = [0, *(dim_in_front(rows.layout, dim) for dim in behind)]
-        found = self._layouts[node]
-        assert isinstance(found, Layout)
-        features_behind(found)  # nothing went in front of the rows
+        layout = self._layouts[node]
+        assert isinstance(layout, Layout)
+        features_behind(layout)  # raises if features are in front of the rows
         return rows.node if order == sorted(order) else self.writer.emit(aten.permute.default, rows.node, order)
 
     def _has_shape(self, value: torch.Tensor, layout: Layout) -> bool:
         return [*map(size_expression, value.shape)] == [*map(size_expression, self._shape_of(layout))]
 
     def _shape_of(self, layout: Layout) -> list[Any]:
-        """The shape of all rows of a value that has this layout in a branch."""
+        """Return the shape that a value of this layout in a branch has for all rows."""
         assert self.groups is not None
         return [self.groups.total, *features_behind(layout)]
 
     # --------------------------------------------------------------------------------------------------- weights
 
     def _of_weights(self, node: Node, tensors: dict[Node, Together]) -> Node:
-        """The operation of a branch on its weights, for those of all experts [experts, ..]."""
+        """Return the result of a branch's operation on its weights, for the weights [experts, ..] of all experts."""
         base, writer = base_operation(node), self.writer
         (first, *others) = tensors.values()
         if base == "getitem":
@@ -490,18 +500,18 @@ class Branches(RowRules):
             return writer.viewed(first.node, [self.experts, *value.shape])
         dims = fake_value(next(iter(tensors))).dim()
         if has_trait(node, Trait.SLICE, Trait.SPLIT) and not others:
-            given = all_arguments(node)
-            given["dim"] = given["dim"] % dims + 1
-            given["self"] = first.node
-            names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
-            return writer.emit(node.target, *(given[name] for name in names))  # type: ignore[arg-type]
+            arguments = all_arguments(node)
+            arguments["dim"] = arguments["dim"] % dims + 1
+            arguments["self"] = first.node
+            names = [entry.name for entry in node.target._schema.arguments]  # type: ignore[union-attr]
+            return writer.emit(node.target, *(arguments[name] for name in names))  # type: ignore[arg-type]
         if has_trait(node, Trait.ELEMENTWISE) and isinstance(value, torch.Tensor):
-            operands = {used: self._aligned(used, one, value.dim()) for used, one in tensors.items()}
+            operands = {used: self._aligned(used, operand, value.dim()) for used, operand in tensors.items()}
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: operands.get(used, used))
             written = writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
             self._check_type(node, value, fake_value(written))
             return written
-        if any(isinstance(one, Shared) and not self._fixed.holds(used) for used, one in tensors.items()):
+        if any(isinstance(operand, Shared) and not self._fixed.holds(used) for used, operand in tensors.items()):
             self._refuse(node, "has the same rows in every branch, or rows that are no pieces of one tensor")
         return self._refuse(node, "computes something of weights that moepass cannot compute for all experts at once")
 
@@ -516,7 +526,7 @@ class Branches(RowRules):
 
 
 def grouped_gemm_for(rows: Node, weights: Node) -> Any:
-    """The operator of a grouped GEMM that takes these operands, captured or not."""
+    """Return the operator of a grouped GEMM that takes these operands."""
     import transformers.integrations.moe  # noqa: F401  registers the operator; takes seconds to import
 
     left, right = fake_value(rows), fake_value(weights)
@@ -528,11 +538,10 @@ def grouped_gemm_for(rows: Node, weights: Node) -> Any:
 
 
 def _numbers_of_rows(node: Node) -> tuple[int, list[Node]]:
-    """Where the indices of a lookup begin, and they themselves; none where they are not tensors side by side."""
-    given = all_arguments(node)
+    """Return the first indexed dimension of a lookup, and its indices; no indices if a dimension between has none."""
     if base_operation(node) != "index":
         return 0, []
-    indices = list(given["indices"])
+    indices = list(all_arguments(node)["indices"])
     start = next((place for place, index in enumerate(indices) if index is not None), 0)
     while indices and indices[-1] is None:
         indices.pop()
@@ -540,8 +549,8 @@ def _numbers_of_rows(node: Node) -> tuple[int, list[Node]]:
 
 
 def _tensors_in(node: Node) -> list[Node]:
-    found = nodes_in((node.args, node.kwargs))
-    return [used for used in found if isinstance(fake_value(used), (torch.Tensor, tuple, list))]
+    used_nodes = nodes_in((node.args, node.kwargs))
+    return [used for used in used_nodes if isinstance(fake_value(used), (torch.Tensor, tuple, list))]
 
 
 def _anything(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""Where the branches of a loop over experts come together again."""
+"""Nodes that join the branches of a loop over experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """`node` puts `branches` side by side along `dim`, a new one where it `stacks` them."""
+    """`node` concatenates `branches` along `dim`, or `stacks` them along a new `dim`."""
 
     node: Node
     branches: tuple[Node, ...]
@@ -33,18 +33,18 @@ class Join:
 
 
 def joins(graph: Graph) -> Iterator[Join]:
-    """Every place of `graph` where several values, or one, are put side by side."""
+    """Yield every node of `graph` that concatenates or stacks values."""
     for node in list(graph.nodes):
         if is_call(node, aten.cat.default, aten.stack.default):
-            given = all_arguments(node)
-            branches = tuple(given["tensors"])
-            dims = fake_value(branches[0]).dim() + is_call(node, aten.stack.default)
-            if all(fake_value(one).dim() == fake_value(branches[0]).dim() for one in branches):
-                yield Join(node, branches, given["dim"] % dims, is_call(node, aten.stack.default))
+            arguments = all_arguments(node)
+            branches, stacks = tuple(arguments["tensors"]), is_call(node, aten.stack.default)
+            dims = fake_value(branches[0]).dim() + stacks
+            if all(fake_value(branch).dim() == fake_value(branches[0]).dim() for branch in branches):
+                yield Join(node, branches, arguments["dim"] % dims, stacks)
 
 
 def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) -> Node:
-    """What `join` gives, from the rows of all branches. Raises NotThisForm."""
+    """Return the result of `join`, computed from the rows of all branches. Raises NotThisForm."""
     layout = rows.layout
     for dimension in layout.dimensions:
         if any(part.is_rows for part in dimension) and len(dimension) != 1:

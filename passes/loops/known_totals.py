@@ -78,7 +78,7 @@ class KnownCounts:
 
     @classmethod
     def of(cls, reads: Sequence[Node], total: sympy.Expr) -> KnownCounts:
-        """Of the counts that `reads` give. Raises NotKnownError."""
+        """Return symbols for the counts that `reads` read. Raises NotKnownError."""
         counts = [sympy.Symbol(f"count_{number}", integer=True, nonnegative=True) for number in range(len(reads))]
         known = {size_expression(read): count for read, count in zip(reads, counts, strict=True)}
         if not all(symbol.is_Symbol for symbol in known) or len(known) != len(reads):
@@ -88,13 +88,13 @@ class KnownCounts:
         return cls(tuple(counts), total, known, whole)
 
     def assertions(self, graph: Graph) -> Iterator[tuple[Node, bool]]:
-        """What the graph asserts of these numbers, and whether that is true of all counts with that sum."""
+        """Yield assertions of the graph about these numbers, and whether they hold for all counts with this total."""
         for node in list(graph.nodes):
             if is_call(node, aten._assert_scalar.default) and self.are_in(node.args[0]):
                 yield node, self._are_true(fake_value(node.args[0]).node.expr)
 
     def are_in(self, node: object) -> bool:
-        """True where sizes that the host reads are in the value of `node`."""
+        """Return whether the value of `node` has sizes that the host reads."""
         if not isinstance(node, Node):
             return False
         value = fake_value(node)
@@ -165,14 +165,14 @@ def reads_of(table: Node) -> list[Node]:
 
 
 def place_of_number(select: Node) -> int:
-    """The place that `select` reads, counted from the front where it is known how many numbers there are."""
-    given = all_arguments(select)
-    place, numbers = given["index"], fake_value(given["self"]).shape[given["dim"]]
+    """Return the index that `select` reads, from the front if the number of values is known."""
+    arguments = all_arguments(select)
+    place, numbers = arguments["index"], fake_value(arguments["self"]).shape[arguments["dim"]]
     return place + numbers if place < 0 and isinstance(numbers, int) else place  # type: ignore[no-any-return]
 
 
 def known_total(counts: Node, experts: int) -> sympy.Expr | None:
-    """What `counts` [experts] add up to, where that is known; none of them is below zero."""
+    """Return the sum of `counts` [experts], none of which is negative; None if it is not known."""
     _, *casts = first_inputs(counts, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
     if any(fake_value(step).dtype not in (torch.int32, torch.int64, torch.float32) for step in casts):
         return None

@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """What branches cut out of `source` along `dim`, in their order, `sizes` long.
+    """The pieces of `source` along `dim` that the branches read, in order of branches, with these `sizes`.
 
-    `counts` are these sizes as numbers or nodes of the graph, where they are not constants. Where the pieces are all of
-    `source`, `table` may have their ends [experts] instead. `are_whole` says that they are all of `source`, although
-    torch does not know that their sizes add up to its size. `keeps_dim` is False for `slots[e]`, which has that
-    dimension no more.
+    `counts` are the sizes as numbers or nodes of the graph, if they are not constants. If the pieces together are all
+    of `source`, `table` may hold their ends [experts] instead. `are_whole` is True if they are all of `source` although
+    torch does not know that their sizes add up to its size. `keeps_dim` is False for `slots[e]`, which does not have
+    the dimension.
     """
 
     source: Node

@@ -1,4 +1,4 @@
-"""The arguments of a node by name, and what they say: dimensions, indices, numbers."""
+"""The arguments of a node by name, and the dimensions, indices and numbers in them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def permutation(node: Node) -> list[int]:
 
 
 def moved_elements(node: Node) -> list[Any] | None:
-    """Return the tensors and numbers of which each element of the result is one; None if `node` computes its elements.
+    """Return the tensors and numbers whose elements make up the result; None if `node` computes elements.
 
-    An accumulating write computes, and so do casts.
+    Accumulating writes and casts compute.
     """
     if not has_trait(node, *MOVES) or is_accumulating_write(node):
         return None
@@ -63,7 +63,7 @@ def moved_elements(node: Node) -> list[Any] | None:
 
 
 def fill_number(node: Node) -> bool | int | float | None:
-    """Return the number with which all elements of `node` are filled, or None if there is none."""
+    """Return the number with which all elements of `node` are filled; None for no fill, or for the node of a number."""
     value = fill_value(node)
     return value if isinstance(value, (bool, int, float)) else None
 

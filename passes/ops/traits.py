@@ -1,7 +1,7 @@
-"""Traits of the operators that passes know: one table, and the only one.
+"""Traits of the operators that passes know, in one table.
 
-An operator has a trait if every call of it has the property, whatever its arguments are. The tests run
-each operator of the table on random tensors and check what its traits claim (`tests/passes/ops/test_traits.py`).
+An operator has a trait if every call of it has the property, with any arguments. `tests/passes/ops/test_traits.py` runs
+most operators of the table on random tensors, and checks that they have the properties.
 """
 
 from __future__ import annotations
@@ -22,82 +22,65 @@ class Trait(enum.Enum):
     `source` is the first tensor among the arguments, `result` a tensor that the operator returns.
     """
 
-    # The result has the elements of the source: in another dtype; the same elements in the same shape; in the same
-    # order in another shape; with permuted dimensions.
-    CAST = enum.auto()
-    COPY = enum.auto()
-    RESHAPE = enum.auto()
-    PERMUTE = enum.auto()
-    # The result has each element of the source several times: along dimensions of size 1, or as blocks.
-    EXPAND = enum.auto()
-    REPEAT = enum.auto()
-    # The result is a part of the source: a range or an index of one dimension; one of several parts.
-    SLICE = enum.auto()
-    SPLIT = enum.auto()
-    # The result has the elements of the source in another order along some dimensions.
-    FLIP = enum.auto()
-    ROLL = enum.auto()
-    # The result has elements of the source at positions that an index tensor holds.
-    LOOKUP = enum.auto()
-    # The result is the source with some elements replaced: at indices; in a range of one dimension.
-    WRITE = enum.auto()
-    SLICE_WRITE = enum.auto()
-    # The result is the source with values added at indices.
-    WRITE_SUM = enum.auto()
-    # The result has the elements of several operands: side by side; one or another by a mask; a number around.
-    JOIN = enum.auto()
-    CHOOSE = enum.auto()
-    PAD = enum.auto()
-    # The result is one of the values of an operator with several results.
-    ITEM = enum.auto()
-    # The result is the source after a collective has finished.
-    WAIT = enum.auto()
-    # The result is new: one number everywhere, in a given shape or in that of the source; uninitialised; 0, 1, 2, ..
-    FILL = enum.auto()
-    FILL_LIKE = enum.auto()
-    EMPTY = enum.auto()
-    ARANGE = enum.auto()
-    # The operator reads only size and type of its source.
-    SIZES_ONLY = enum.auto()
-    # The result is new, in the shape of the source: a number that another argument may hold, or zero.
-    REFILL = enum.auto()
-    # Part of the result is uninitialised.
-    UNINITIALISED = enum.auto()
-    # Each element of the result depends only on the elements of tensors that broadcast to its position.
-    ELEMENTWISE = enum.auto()
+    # ---- The result has the elements of the source.
+    CAST = enum.auto()  # in another dtype
+    COPY = enum.auto()  # unchanged
+    RESHAPE = enum.auto()  # in the same order, in another shape
+    PERMUTE = enum.auto()  # with permuted dimensions
+    EXPAND = enum.auto()  # repeated along dimensions of size 1
+    REPEAT = enum.auto()  # repeated as blocks
+    FLIP = enum.auto()  # in reverse order along some dimensions
+    ROLL = enum.auto()  # shifted along some dimensions
+    SLICE = enum.auto()  # at an index or in a range of one dimension
+    SPLIT = enum.auto()  # as one of several parts
+    LOOKUP = enum.auto()  # at positions in an index tensor
+    WAIT = enum.auto()  # after a collective has finished
+    # ---- The result has elements of several operands.
+    WRITE = enum.auto()  # the source, with other elements at indices
+    SLICE_WRITE = enum.auto()  # the source, with other elements in a range of one dimension
+    WRITE_SUM = enum.auto()  # the source, with values added at indices
+    JOIN = enum.auto()  # one operand after the other
+    CHOOSE = enum.auto()  # of the operand that a mask selects
+    PAD = enum.auto()  # the source, with a number around it
+    ITEM = enum.auto()  # one value of an operator that has several results
+    # ---- The result is new.
+    FILL = enum.auto()  # one number, in a given shape
+    FILL_LIKE = enum.auto()  # one number, in the shape of the source
+    REFILL = enum.auto()  # zero or a number from another argument, in the shape of the source
+    EMPTY = enum.auto()  # uninitialised memory
+    UNINITIALISED = enum.auto()  # partly uninitialised memory
+    ARANGE = enum.auto()  # 0, 1, 2, ..
+    # ---- The operator reads no elements of its source.
+    SIZES_ONLY = enum.auto()  # only its size and type
+    SIZE = enum.auto()  # the result is a size
+    # ---- Each element of the result depends only on elements at the same position.
+    ELEMENTWISE = enum.auto()  # of tensors that are broadcast
     COMPARE = enum.auto()
-    # The result is bool or integer, computed bit by bit.
-    LOGICAL = enum.auto()
-    # The result is 0 (or False) if an operand is, and the others are finite.
-    AND = enum.auto()
+    LOGICAL = enum.auto()  # bit by bit; the result is bool or integer
+    AND = enum.auto()  # 0 or False if an operand is, and the others are finite
     BOUND = enum.auto()
     FLOOR_DIVIDE = enum.auto()
     REMAINDER = enum.auto()
-    # The operator acts along `dim` or `dims` alone, and along all dimensions without them.
-    ALONG = enum.auto()
-    # The operator acts along `dim` alone, on several operands that have equal sizes in all other dimensions.
-    TOGETHER = enum.auto()
-    # Along `dim`: it is left out of the result or has size 1; it keeps its size.
-    REDUCE = enum.auto()
-    SCAN = enum.auto()
+    # ---- The operator acts along dimensions.
+    ALONG = enum.auto()  # `dim` or `dims` alone; all dimensions without these arguments
+    TOGETHER = enum.auto()  # `dim` alone, of several operands that have equal sizes in all other dimensions
+    REDUCE = enum.auto()  # the result does not have `dim`, or has it with size 1
+    SCAN = enum.auto()  # the result has `dim` with its size
     SOFTMAX = enum.auto()
     SUM = enum.auto()
     COUNT = enum.auto()
     SORT = enum.auto()
-    # Indices along `dim`: the result; the second result.
-    INDICES = enum.auto()
-    INDICES_SECOND = enum.auto()
-    # The operator acts over the last dimensions, as many as `normalized_shape` has; over groups of features.
-    NORM = enum.auto()
-    GROUP_NORM = enum.auto()
+    INDICES = enum.auto()  # the result is indices along `dim`
+    INDICES_SECOND = enum.auto()  # the second result is indices along `dim`
+    NORM = enum.auto()  # the last dimensions, as many as `normalized_shape` has
+    GROUP_NORM = enum.auto()  # groups of features
+    # ---- Products.
     MATMUL = enum.auto()
     BATCHED_MATMUL = enum.auto()
     GROUPED_MATMUL = enum.auto()
     CONVOLUTION = enum.auto()
     ATTENTION = enum.auto()
-    # The result is a size of the source.
-    SIZE = enum.auto()
-    # None of the above; the operator costs only the memory traffic of its operands and results.
+    # ---- None of the above: the operator costs only the memory traffic of its operands and results.
     TRAFFIC = enum.auto()
 
 
@@ -152,8 +135,7 @@ _TABLE: tuple[tuple[str, tuple[Trait, ...]], ...] = (
     ("mul", (T.AND, T.ELEMENTWISE)),
     ("add sub neg", (T.ELEMENTWISE,)),  # of Python numbers too
     ("clamp clamp_min clamp_max minimum maximum sym_max sym_min", (T.BOUND,)),
-    ("floor_divide", (T.FLOOR_DIVIDE, T.ELEMENTWISE)),
-    ("floordiv", (T.FLOOR_DIVIDE, T.ELEMENTWISE)),
+    ("floor_divide floordiv", (T.FLOOR_DIVIDE, T.ELEMENTWISE)),
     ("remainder mod", (T.REMAINDER, T.ELEMENTWISE)),
     ("sum", (T.REDUCE, T.SUM, T.ALONG)),
     ("mean amax amin prod any all logsumexp linalg_vector_norm", (T.REDUCE, T.ALONG)),

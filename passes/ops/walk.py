@@ -1,4 +1,4 @@
-"""Walks over a graph, from nodes to what they are computed from or to what is computed from them."""
+"""Walks over a graph, from nodes to their inputs or to their users."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def walk(
     follow: Callable[[T], bool] | None = None,
     most: float = float("inf"),
 ) -> Iterator[T]:
-    """Yield `starts` and everything that leads on from them by `neighbours`, each once, nearest first.
+    """Yield `starts` and everything that `neighbours` reaches from them, each once, nearest first.
 
-    The walk meets only neighbours for which `follow` is True, and at most `most` nodes. The neighbours of a node are
-    asked for after it was yielded.
+    The walk meets only neighbours for which `follow` is True, and ends without a sign after `most` nodes. It calls
+    `neighbours` of a node after it has yielded the node.
     """
     seen = dict.fromkeys(starts)
     pending = deque(seen)
@@ -39,7 +39,7 @@ def walk(
 def ancestors(
     *starts: Node, follow: Predicate | None = None, stop: Predicate | None = None, most: float = float("inf")
 ) -> Iterator[Node]:
-    """Yield `starts` and the nodes that they are computed from, each once, nearest first.
+    """Yield `starts`, their inputs, the inputs of those, and so on, each once, nearest first.
 
     The walk meets only nodes for which `follow` is True, and at most `most` nodes. It yields nodes for which `stop` is
     True, but does not go beyond them.
@@ -50,7 +50,7 @@ def ancestors(
 def descendants(
     *starts: Node, follow: Predicate | None = None, stop: Predicate | None = None, most: float = float("inf")
 ) -> Iterator[Node]:
-    """Yield `starts` and the nodes that are computed from them, as `ancestors` does."""
+    """Yield `starts`, their users, the users of those, and so on, as `ancestors` does for inputs."""
     return walk(starts, lambda node: () if stop is not None and stop(node) else node.users, follow, most)
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from moepass.runtime.system.garbage import no_garbage_collection
 from moepass.runtime.system.tensor_memory import as_extent, offset_bytes, tensor_in_storage
 from moepass.runtime.torch_private import storage_at
 
@@ -55,7 +55,7 @@ class GraphMemory:
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """Return a CUDA graph of what `work` issues, without executing it, and the result. Raises errors of CUDA."""
         graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.stream(self._stream):
+        with no_garbage_collection(), torch.cuda.stream(self._stream):
             # The ring may copy and other threads may compute at the same time: only this thread must not synchronise.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -76,18 +76,6 @@ class GraphMemory:
                 self._staging[key] = torch.empty(extent.nbytes, dtype=torch.uint8, device=value.device)
             flat = self._staging[key].view(value.dtype)
             return flat.as_strided(value.shape, value.stride())
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in a recording: the end of a ring or of pinned memory synchronises, which would fail."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def without_ownership(value: torch.Tensor) -> torch.Tensor:

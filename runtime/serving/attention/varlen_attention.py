@@ -6,9 +6,10 @@ No two parts of a call share a query, so the results of a call are merged at onc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,20 @@ _NEEDED = ("enable_gqa", "num_splits", "return_aux", "scale", "window_size")
 
 def varlen_obstacle() -> str:
     """Return why attention cannot use the varlen kernel of this torch; empty if it can."""
-    parameters = () if varlen_attn is None else inspect.signature(varlen_attn).parameters
-    missing = [name for name in _NEEDED if name not in parameters]
-    if not missing:
-        return ""
-    has = "has no torch.nn.attention.varlen" if varlen_attn is None else f"has varlen_attn without {', '.join(missing)}"
-    return f"torch {torch.__version__} {has}; torch 2.13 has it"
+    return _obstacle_of(varlen_attn)
+
+
+@functools.cache  # every layer asks
+def _obstacle_of(kernel: Callable[..., Any] | None) -> str:
+    if kernel is None:
+        lack = "has no torch.nn.attention.varlen"
+    else:
+        parameters = inspect.signature(kernel).parameters
+        missing = [name for name in _NEEDED if name not in parameters]
+        if not missing:
+            return ""
+        lack = f"has varlen_attn without {', '.join(missing)}"
+    return f"torch {torch.__version__} {lack}; torch 2.13 has it"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
