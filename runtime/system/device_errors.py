@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 # Errors of libraries that allocate memory themselves have no type of their own.
 _NO_MEMORY = (
     "DefaultCPUAllocator: ",
@@ -29,6 +27,8 @@ _STICKY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` or one of its causes is a failed allocation."""
+    import torch  # here, because the loop of a rank, which imports this module, needs torch only with a model
+
     return any(
         isinstance(cause, (MemoryError, torch.OutOfMemoryError)) or _says(cause, _NO_MEMORY) for cause in _causes(error)
     )

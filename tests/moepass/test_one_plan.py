@@ -24,20 +24,26 @@ from moepass.runtime.profiles.hardware_profiles import load_hardware
 from tests.helpers.processes.halved_format import halve, resting_halved
 
 BATCH, SEQUENCE = 2, 32
-CONFIG = Qwen3MoeConfig(
-    hidden_size=64,
-    moe_intermediate_size=32,
-    intermediate_size=64,
-    num_experts=8,
-    num_experts_per_tok=2,
-    num_hidden_layers=6,
-    mlp_only_layers=[1],
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=64,
-    use_cache=False,
-)
+
+
+def _config(layers: int = 6) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=32,
+        intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=layers,
+        mlp_only_layers=[1],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=64,
+        use_cache=False,
+    )
+
+
+CONFIG = _config()
 
 
 def made_up_machine(host_bytes_per_s: float = 2e7) -> Hardware:
@@ -49,9 +55,9 @@ def made_up_machine(host_bytes_per_s: float = 2e7) -> Hardware:
     )
 
 
-def tiny_model() -> PreTrainedModel:
+def tiny_model(layers: int = 6) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM._from_config(CONFIG, dtype=torch.float32).eval()
+    model = Qwen3MoeForCausalLM._from_config(_config(layers), dtype=torch.float32).eval()
     model.set_experts_implementation("grouped_mm")
     return model
 
@@ -108,7 +114,7 @@ def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
 
 
 def test_experts_that_are_decoded_into_slots_are_planned_alike_for_the_model_and_its_graph() -> None:
-    machine, models = made_up_machine(), [tiny_model(), tiny_model()]
+    machine, models = made_up_machine(), [tiny_model(layers=3), tiny_model(layers=3)]
     halve(models[0])
     with resting_halved():
         encoded = moepass.offload_experts(models[0], slots=2, hardware=machine, tokens=(BATCH, SEQUENCE))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -139,6 +140,8 @@ def _start() -> tuple[BaseProcess, Connection]:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()
+    gc.set_threshold(20_000)  # as in the process of the tests
     connection.send_bytes(b"ready")
     while True:
         try:

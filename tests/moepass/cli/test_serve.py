@@ -68,9 +68,10 @@ def check_status_pages(server: ServerProcess) -> None:
     assert step["tokens"] == step["nodes"][0]["tokens"] == state["sums"]["request_tokens"]
 
 
-def test_ranks_start_before_the_imports_of_the_server() -> None:
+@pytest.mark.parametrize("module", ["cli.serving", "runtime.serving.workers.rank_loop"])
+def test_what_starts_ranks_and_the_loop_of_a_rank_import_quickly(module: str) -> None:
     heavy = ("torch", "transformers", "sympy", "fastapi", "uvicorn", "httpx", "rich")
-    program = f"import sys, moepass.cli.serving; print([name for name in {heavy} if name in sys.modules])"
+    program = f"import sys, moepass.{module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
