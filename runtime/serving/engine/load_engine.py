@@ -226,7 +226,7 @@ def make_engine(
     if store is not None:
         store.warns_of_uncompiled_calls = is_compiled
     if options.warms_up:
-        warm_up(engine)
+        warm_up(engine, sizes_double=is_cuda)
     return engine
 
 
@@ -246,11 +246,13 @@ def _compile(
     return True
 
 
-def warm_up(engine: ModelEngine) -> None:
+def warm_up(engine: ModelEngine, *, sizes_double: bool = False) -> None:
     """Run steps of all kinds, so that nothing is left to compile, and measure the speed of a full step.
 
     The steps have one token, two tokens, a trie whose prefixes come from the cache in the second run, if steps are
-    padded rows also many short rows, and a full step.
+    padded rows also many short rows, and a full step. With `sizes_double` there are also steps of 1, 2, 4, ... tokens:
+    GPU kernels of experts have other tiles whenever the rows of an expert have doubled (`rows_bucket`).
+
     Raises CheckpointError if an answer contains values that are not finite.
     """
     facts = engine.facts
@@ -287,8 +289,14 @@ def warm_up(engine: ModelEngine) -> None:
         run(requests)
     length = min(longest, WARM_UP_TOKENS)
     full_step_tokens = min(facts.full_step_tokens, facts.most_tokens)
-    full = [request(number, length) for number in range(max(1, full_step_tokens // length))]
-    fastest = min((run(full) for _ in range(2)), key=lambda result: result.seconds)
+
+    def sequences(count: int) -> list[Request]:
+        return [request(number, min(length, count)) for number in range(max(1, count // length))]
+
+    if sizes_double:
+        for power in range(full_step_tokens.bit_length()):
+            run(sequences(1 << power))
+    fastest = min((run(sequences(full_step_tokens)) for _ in range(2)), key=lambda result: result.seconds)
     engine.be_ready(max(1.0, fastest.flops) / fastest.seconds)
 
 

@@ -15,13 +15,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.homes.options.home_options import Device, Host
+from moepass.runtime.kernels.grouped_gemm.tuner import rows_bucket
 from moepass.runtime.offload.loading import offload_report
 from moepass.runtime.offload.offload import offload_experts
 from moepass.runtime.serving.engine import load_engine as load_engine_module
-from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine, make_engine
+from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine, make_engine, warm_up
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.padded_rows import RowsBackbone
 from moepass.runtime.serving.engine.plain_outputs import plain_outputs
+from moepass.runtime.serving.engine.step_engine import StepResult
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.models.quantized_checkpoints import FORMS, save_quantized
@@ -42,6 +44,35 @@ def test_a_model_whose_outputs_are_no_numbers_is_not_served(damage: float) -> No
 def test_a_sound_model_is_warm_when_it_is_loaded() -> None:
     engine = make_engine(tiny_model("qwen3_moe"), OPTIONS, None, bytes(32))
     assert engine.facts.flops_per_second > 1
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8), (256, 1)])
+def test_the_warm_up_for_a_gpu_compiles_the_tiles_of_every_step(
+    experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_step_tokens = 1000
+    engine = make_engine(tiny_model("qwen3_moe"), dataclasses.replace(OPTIONS, warms_up=False), None, bytes(32))
+    engine.facts = dataclasses.replace(engine.facts, full_step_tokens=full_step_tokens)
+    warm: list[int] = []
+    step = engine.step
+
+    def recorded(requests: list[Request]) -> StepResult:
+        warm.append(sum(len(piece.tokens) for request in requests for piece in request.pieces))
+        return step(requests)
+
+    monkeypatch.setattr(engine, "step", recorded)
+    warm_up(engine, sizes_double=True)
+
+    every = range(1, max(warm) + 1)
+    assert {rows_bucket(tokens * top_k, experts) for tokens in every} == {
+        rows_bucket(tokens * top_k, experts) for tokens in warm
+    }
+    # The rows from which an expert has larger tiles by default, on an H100.
+    for rows in (24, 192):
+        assert len({tokens * top_k >= rows * experts for tokens in every}) == len(
+            {tokens * top_k >= rows * experts for tokens in warm}
+        )
+    assert max(warm) > 0.7 * full_step_tokens
 
 
 def test_the_warm_up_of_padded_rows_has_few_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
