@@ -96,7 +96,7 @@ class _GatheredMaskReader:
 
 @dataclasses.dataclass(frozen=True)
 class _MaskedPairs:
-    """All pairs, sorted by column, other columns last: positions in the flat gathered ids, columns, counts by column."""
+    """All pairs by column, other columns last: positions in the flat gathered ids, columns, and counts by column."""
 
     positions: Node
     experts: Node

@@ -91,7 +91,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
 
 
 def _inner_weights(match: BlockMatch) -> Node | None:
-    """Return the gathered weights [tokens, k] that are read between the GEMMs, or None; raise NotThisForm for several."""
+    """Return the gathered weights [tokens, k] read between the GEMMs, or None. Raises NotThisForm for several."""
     ups, inputs = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
 
     def is_value(node: Node) -> bool:

@@ -69,9 +69,9 @@ class RowFlow:
 
 def flow_in_block(local: LocalForm) -> RowFlow:
     """The rows of the block's own activation function. Raises NotThisForm."""
-    inside = [node for node in local.block.region if node in local.copied or node in local.kept]
-    return _Walk(local.starts, local.kept, {}, local.sizes).follow(
-        inside, [local.block.down.activations, *([local.end] if local.after else [])]
+    inside = [node for node in local.block.region if node in local.copied or node in local.unmasked]
+    return _Walk(local.starts, local.unmasked, {}, local.sizes).follow(
+        inside, [local.block.down.activations, *([local.end] if local.weighting else [])]
     )
 
 
@@ -79,7 +79,7 @@ def flow_in_local_form(local: LocalForm) -> RowFlow:
     """The rows of its copy. Raises NotThisForm."""
     down = len(local.block.gemms) - 1
     results: list[Any] = [node.args[0] for node, number in local.gemms.items() if number == down]
-    results += [local.outputs] if local.after else []
+    results += [local.outputs] if local.weighting else []
     copied = [node for node in local.written if node in local.copies]
     sizes = (size for size in local.sizes.values() if isinstance(size, Node))
     return _Walk(local.starts.values(), {}, local.copies, sizes).follow(copied, results)

@@ -77,11 +77,11 @@ def row_functions(local: LocalForm) -> RowFunctions:
             else:
                 constants.add(node)
     # A mask of a GEMM's own results runs as it is.
-    masks = {node: source for node, source in local.kept.items() if source in calls}
+    masks = {node: source for node, source in local.unmasked.items() if source in calls}
     for node in local.block.region:
-        if local.kept.get(node) in masks:
-            masks[node] = local.kept[node]
-    outputs = {node for node in calls if node in local.after or local.copies.get(node) in local.after}
+        if local.unmasked.get(node) in masks:
+            masks[node] = local.unmasked[node]
+    outputs = {node for node in calls if node in local.weighting or local.copies.get(node) in local.weighting}
     return RowFunctions(calls, masks, counts, frozenset(constants), frozenset(outputs))
 
 
