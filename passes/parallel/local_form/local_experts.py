@@ -264,7 +264,7 @@ class LocalForm(BlockWriter):
         return self.row_ids
 
     def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
-        """Copy `node`, a value between the GEMMs, for the rows of the local form; `values` maps nodes to their copies."""
+        """Copy `node`, a value between the GEMMs, to the local form; `values` maps the block's nodes to copies."""
         # Maps each visited node to the operand that replaces it if it only masks that operand, or else to None.
         unmasked: dict[Node, Node | None] = {}
 
@@ -288,7 +288,7 @@ class LocalForm(BlockWriter):
                 continue
             self._check_repeatable(current)
             if current not in unmasked:
-                unmasked[current] = self._unmasked(current, values)
+                unmasked[current] = self._masked_operand(current, values)
             source = unmasked[current]
             arguments = self._for_any_rows(current)
             missing = [used for used in nodes_in(arguments) if replacement(used) is None]
@@ -361,7 +361,7 @@ class LocalForm(BlockWriter):
                 "constants"
             )
 
-    def _unmasked(self, node: Node, values: dict[Node, Node]) -> Node | None:
+    def _masked_operand(self, node: Node, values: dict[Node, Node]) -> Node | None:
         """Return the operand in which `node` masks rows of other ranks' experts, or None if it is no such mask."""
         if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1], values):
             return node.args[0]  # type: ignore[return-value]

@@ -33,7 +33,7 @@ class Casts:
 
 
 def casts_between(end: Node, starts: Collection[Node], region: Collection[Node]) -> Casts:
-    """Return the casts of rows from `starts` to `end`. Raises NotThisForm if rows are cast, and more than moved."""
+    """Return the casts of rows from `starts` to `end`. Raises NotThisForm if they are cast and computed with."""
     if not any(map(changes_type, _between(end, starts, region))):
         return Casts((), frozenset())
     types: dict[Node, tuple[torch.dtype, ...] | None] = {}
