@@ -88,8 +88,8 @@ class BlockWriter(GraphWriter):
             return self._symbol(str(expression))
         if expression.func not in _OPERATORS:
             raise NotThisForm(
-                f"{_SIZE} depends on others by {expression.func.__name__}; expected sums, products, quotients and "
-                "remainders of sizes"
+                f"{_SIZE} is computed from other sizes by {expression.func.__name__}; expected sums, products, "
+                "quotients and remainders"
             )
         terms = [self._expression(term, nodes) for term in expression.args]
         return functools.reduce(lambda left, right: self.emit(_OPERATORS[expression.func], left, right), terms)
@@ -101,8 +101,8 @@ class BlockWriter(GraphWriter):
                 if str(size) == name:
                     return self.emit(aten.sym_size.int, node, dim)
         raise NotThisForm(
-            f"{_SIZE} is known only while the graph runs, as that of a mask, nonzero or .item() is; expected sizes of "
-            "the graph's inputs, and of what the block exchanges"
+            f"{_SIZE} depends on data, as after a mask, nonzero or .item(); expected sizes of the graph's inputs, and "
+            "of the values that the block exchanges"
         )
 
     def _sorted(self, ids: Node) -> tuple[Node, Node]:

@@ -41,11 +41,11 @@ def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
         if not _moves_or_adds(node):
             raise NotThisForm(
                 f"{node.name} ({node.target}) is neither a move nor a sum of rows that moepass knows; "
-                "expected rows, weights and outputs to be moved, masked, weighed and added only, beside the experts"
+                "expected rows, weights and outputs to be moved, masked, weighted and added only, outside the experts"
             )
         if any(used in weights for used in node.all_input_nodes):
             if not is_view(node):
-                raise NotThisForm(f"{node.name} ({node.target}) reads expert weights and is no GEMM with them")
+                raise NotThisForm(f"{node.name} ({node.target}) reads expert weights, but is not a GEMM")
             weights.add(node)
     _check_readers(block, local, gemms)
     return data

@@ -351,8 +351,8 @@ class LocalForm(BlockWriter):
         """Raise NotThisForm for a node outside the activation function."""
         if isinstance(fake_value(node), torch.SymInt) and not _is_of_sizes(node):
             raise NotThisForm(
-                f"what lies between its GEMMs reads a size, {named(node)}, that is no multiple of how many rows of "
-                "its experts there are; expected constants, and sizes of what the GEMMs give"
+                f"what lies between its GEMMs reads a size, {named(node)}, that is not a multiple of the number of its "
+                "experts' rows; expected constants, and sizes of the results of the GEMMs"
             )
         if node.op != "call_function" or collective_of(node) is not None:
             prefix = "what ranks exchange at " if node.op == "call_function" else ""

@@ -80,8 +80,8 @@ def _data_of(node: Node) -> list[Node]:
         return [collective.input]
     if not moves_rows(node) or is_call(node, aten.view.dtype) or is_accumulating_write(node):
         raise NotThisForm(
-            f"it casts rows, and computes with them at {named(node)}, so its local form would round otherwise; "
-            "expected rows to be moved and cast only, beside the experts"
+            f"it casts rows, and computes with them at {named(node)}, so its local form would round differently; "
+            "expected rows to be moved and cast only, outside the experts"
         )
     return [used for used in node.all_input_nodes if _type_or_none(used) is not None]
 
@@ -99,7 +99,7 @@ def _is_scalar(node: Node) -> bool:
 def _type(node: Node) -> torch.dtype:
     dtype = _type_or_none(node)
     if dtype is None:
-        raise NotThisForm(f"{named(node)} gives no floating numbers, but rows go through it")
+        raise NotThisForm(f"{named(node)} has no floating-point result, but rows pass through it")
     return dtype
 
 

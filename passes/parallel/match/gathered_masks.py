@@ -128,7 +128,7 @@ class _GatheredPairs:
         """Replace the mask, and return the gather of the ids. Raises NotThisForm for an unknown reader of the mask."""
         sizes = (fake_value(self._mask.input).shape[1], fake_value(self._chosen.ids).shape[1])
         if not all(isinstance(size, int) for size in sizes):
-            raise NotThisForm(f"{named(self._mask.node)} gathers a mask whose width only a run tells")
+            raise NotThisForm(f"{named(self._mask.node)} gathers a mask whose width depends on data")
         replaced: list[tuple[Node, Node]] = []
         for reader in sorted(self._readers(), key=lambda reader: reader.node):
             with self._graph.inserting_before(reader.node):

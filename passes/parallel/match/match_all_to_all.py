@@ -108,7 +108,7 @@ def _check_exact_sizes(dispatch: Collective, counts: Sequence[Collective]) -> No
     # A rank without tokens also has constant sizes, zeros, and is refused too.
     if counts and all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive)):
         raise NotThisForm(
-            f"{named(dispatch.node)} exchanges as many slots as constants say, and {named(counts[0].node)} how many of "
+            f"{named(dispatch.node)} exchanges a constant number of slots, and {named(counts[0].node)} how many of "
             "them are filled; expected as many rows as the counts say, or slots without an exchange of counts, all of "
             "which are computed"
         )
@@ -194,7 +194,7 @@ def _other_exchanges(rows: list[Collective], counts: list[Collective], capture: 
     )
     if not rows or not counts:
         return f"{text}; {capture.advice()}"
-    return f"{text}: let what travels with a row, as its weight, be applied on the rank that the token came from"
+    return f"{text}: apply values that belong to a row, such as its weight, on the rank of its token"
 
 
 def _bounds_from_counts(count: Collective, group: Group, experts: int) -> tuple[int, ...]:
@@ -208,8 +208,8 @@ def _bounds_from_counts(count: Collective, group: Group, experts: int) -> tuple[
     if not all(isinstance(size, int) for size in value.shape):
         raise NotThisForm(
             f"how many counts {named(count.node)} exchanges is not a constant; expected one for each expert (as "
-            "torch.histc, one_hot or scatter_add count them; torch.bincount has a length that only a run tells, unless "
-            "minlength is the number of experts, and something views the counts as that many)"
+            "torch.histc, one_hot or scatter_add count them; the length of torch.bincount depends on data, unless "
+            "minlength is the number of experts, and the counts are viewed as that many)"
         )
     per_entry = value.numel() // max(1, int(value.shape[0]))
     bounds = [0]

@@ -56,8 +56,8 @@ def match_block(
         )
     if combine.group_name not in groups:
         raise NotThisForm(
-            f"process group {combine.group_name!r} of {combine.kind} is none that this process has created; create it "
-            "with torch.distributed before the model is compiled"
+            f"this process has not created the process group {combine.group_name!r} of {combine.kind}; create it with "
+            "torch.distributed before the model is compiled"
         )
     if match.record.form != "grouped_mm":
         raise NotThisForm(
@@ -74,7 +74,7 @@ def match_block(
     for gemm in match.gemms:
         if gemm.weights.op != "placeholder" and not is_expert_stack(gemm.weights) and not is_computed(gemm.weights):
             raise NotThisForm(
-                f"the expert weights of {named(gemm.node)} are not a parameter as it is, but come from "
+                f"the expert weights of {named(gemm.node)} are not a parameter, but the result of "
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     try:

@@ -72,8 +72,8 @@ class _WalkBack:
             self.region.append(node)
             if len(self.region) > most:
                 raise NotThisForm(
-                    f"what {named(root)} is computed from cannot be told apart from the rest of the model: more than "
-                    f"{most} operations lead to it without an exchange"
+                    f"more than {most} operations lead to {named(root)} without an exchange, so it is not clear where "
+                    "the block of experts begins"
                 )
             collective = collective_of(node)
             if collective is not None:
@@ -134,7 +134,6 @@ def check_leaves(leaves: set[Node], rows: Node, order: dict[Node, int]) -> None:
             times = sympy.cancel(number / size_expression(leaf))
             if not times.is_Integer or times <= 0:
                 raise NotThisForm(
-                    f"it reads the length {named(leaf)}, which the number of the rows that it begins with, "
-                    f"{named(rows)}, does not tell; expected lengths of its rows, or a number that these are a "
-                    "multiple of"
+                    f"it reads the length {named(leaf)}, which does not follow from the number of its rows "
+                    f"{named(rows)}; expected the number of these rows, or a divisor of it"
                 )

@@ -119,7 +119,7 @@ class _Walk(RowRules):
         for result in results:
             layout = self._layout(result)
             if not layout.is_by_row:
-                self._refuse(result, "gives the next GEMM no row for each of its rows")
+                self._refuse(result, "does not give the next GEMM one row for each row")
         for node, (places, readers) in self._made.items():
             if readers == set(node.users):
                 self._places[node] = places
@@ -154,7 +154,7 @@ class _Walk(RowRules):
         if not is_known and getattr(target, "__module__", "") not in ("_operator", "torch"):
             self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
         if draws_random_numbers(node):
-            self._refuse(node, "draws random numbers, other ones for other rows")
+            self._refuse(node, "draws random numbers, which differ between the block and its local form")
 
     def _size(self, node: Node) -> None:
         reads_rows = any(map(self._has_rows, node.all_input_nodes))
@@ -209,5 +209,5 @@ class _Walk(RowRules):
         for fill in fills:
             dims = range(fake_value(fill).dim())
             if not has_trait(fill, Trait.FILL) and not all(is_flat(fill, dim) for dim in dims):
-                self._refuse(node, "puts something other than one number in the place of the rows that it masks")
+                self._refuse(node, "replaces the rows that it masks by more than one number")
         return layout
