@@ -104,7 +104,6 @@ class LocalForm(BlockWriter):
         return self.emit(aten.index.Tensor, every, [chosen])
 
     def _ends(self, sorted_ids: Node) -> Node:
-        """Return the end of each expert's rows."""
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
         counts = self.emit(aten.full.default, [self.block.id_values], 0, **like)
         ones = self.emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)

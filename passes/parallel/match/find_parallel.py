@@ -1,9 +1,8 @@
 """Find expert-parallel blocks, and refuse all other communication for experts.
 
 Contract
-    in    a functional ATen inference graph; its process groups, as (rank, ranks) by name
-    out   a record of every block that fits a form; a refusal for any other communication for experts. The graph is
-          unchanged.
+    in    a functional ATen inference graph, which stays unchanged; its process groups, as (rank, ranks) by name
+    out   a record of every block that fits a form; a refusal for any other communication for experts
 
 Pseudo-code
     for each block of expert GEMMs:

@@ -1,8 +1,7 @@
 """Replace gathered masks of chosen experts by gathered expert ids.
 
-Ranks may gather masks [tokens, experts] and probabilities [tokens, experts] of all tokens, and select with the columns
-of their own experts. If the mask marks k different experts for each token, the ids and weights [tokens, k] of these
-experts have the same information.
+Ranks may gather masks and probabilities [tokens, experts] of all tokens, and select with the columns of their experts.
+If a mask marks k different experts for each token, the ids and weights [tokens, k] have the same information.
 
 Contract
     in    a captured graph, which is changed
@@ -148,13 +147,11 @@ class _GatheredPairs:
         return gather
 
     def _unread(self, replaced: Collection[Node]) -> set[Node]:
-        """Return the descendants of the replaced gathers that nothing will read once the nodes `replaced` are gone.
-
-        Raises NotThisForm if something else reads them: the gather would have to stay, perhaps on this rank only.
-        """
+        """Return the descendants of the gathers that are unread without `replaced`. Raises NotThisForm for a reader."""
         unread: set[Node] = set()
         for gather in (each for each in self._gathers.values() if each.input in self._gathered):
             _, *users = descendants(gather.node, follow=lambda user: user not in replaced)
+            # With another reader the gather would have to stay, perhaps on this rank only.
             for user in users:
                 if not is_call(user, WAIT) and (user.is_impure() or mutates(user) or communication_of(user)):
                     raise NotThisForm(

@@ -9,8 +9,7 @@ Pseudo-code
     if an AllReduce or ReduceScatter takes them: match the tokens, their expert ids and their weights
     otherwise, for rows that take two hops, and for sums of split experts between two AllToAlls: raise NotThisForm
 
-A match is a guess about meaning: `peer_equivalence.py` runs the block with mock peers, and the block is rewritten only
-if the results are equal.
+A match is a guess: `peer_equivalence.py` runs the block with mock peers, and only equal results allow the rewrite.
 """
 
 from __future__ import annotations

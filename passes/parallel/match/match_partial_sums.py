@@ -115,10 +115,7 @@ def _inner_weights(match: BlockMatch) -> Node | None:
 
 
 def _check_router(ids: Node, values: list[Node], order: dict[Node, int]) -> None:
-    """Raise NotThisForm if tokens or weights depend on expert ids, except by lookups with them.
-
-    They could depend on a mask of this rank's experts. It would be outside the block, where no mock run checks it.
-    """
+    """Raise NotThisForm if tokens or weights depend on expert ids, except by lookups: no mock run would test that."""
 
     def is_unchanged(node: Node) -> bool:
         return is_view(node) or has_trait(node, Trait.CAST, Trait.COPY)

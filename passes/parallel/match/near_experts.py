@@ -41,7 +41,7 @@ def most_nodes(ranks: int) -> int:
 def first_communication_after(
     gemm: Node, width: int, order: dict[Node, int], most: int = MOST_NODES
 ) -> Communication | None:
-    """Return the first communication that the rows [., width] of `gemm` reach, over `most` nodes."""
+    """Return the first communication that the rows [., width] of `gemm` reach within `most` nodes."""
 
     def has_rows(node: Node) -> bool:
         return communication_of(node) is None and keeps_features(node, width)

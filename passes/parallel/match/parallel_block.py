@@ -94,7 +94,7 @@ class Bias:
 
 
 def bias_after(gemm: Node) -> Bias | None:
-    """Return the bias that a user of `gemm` adds, or None if no user adds rows of a looked-up table."""
+    """Return the bias that a user of `gemm` adds, or None if no user adds looked-up rows of parameters."""
     for user in gemm.users:
         if is_call(user, aten.add.Tensor):
             for addend in user.args:
@@ -117,10 +117,7 @@ def looked_up_table(lookup: object) -> Node | None:
 
 
 def expert_tensors(match: BlockMatch, sources: set[Node], order: dict[Node, int]) -> tuple[Node, ...]:
-    """Return the tensors with one entry per local expert: weights and biases of the GEMMs, tables between them.
-
-    Their readers identify them, since the shape alone may also be that of activations.
-    """
+    """Return the weights and biases of the GEMMs and the tables between them, identified by their readers."""
     tensors = dict.fromkeys(gemm.weights for gemm in match.gemms)
     for gemm in match.gemms:
         bias = bias_after(gemm.node)

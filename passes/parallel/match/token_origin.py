@@ -140,7 +140,7 @@ def _row_indices(rows: Node) -> Iterator[Node]:
 
 
 def _indices_before(start: Node) -> Iterator[Node]:
-    """Yield the ancestors of indices or counts, nearest first, up to the router's scores; earlier blocks follow."""
+    """Yield the ancestors of indices or counts, nearest first, but not beyond the scores from which a router chose."""
 
     def is_index(used: Node) -> bool:
         # Counts may be floats (histc), cast from ids.

@@ -95,15 +95,13 @@ def _counts_rows(node: Node, flow: RowFlow) -> bool:
 
 
 def function_of_rows(number: int, operands: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Return the results [rows, width] of function `number` for each row of `operands`, each [rows, .].
-
-    Results differ for different rows, and are not zero. NaN stays NaN.
-    """
+    """Return nonzero results [rows, width] of function `number` that differ by row of `operands`, each [rows, .]."""
     generator = torch.Generator().manual_seed(number)
     sums = torch.zeros(len(operands[0]), 1, dtype=torch.float64)
     for rows in operands:
         rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
         sums += (rows.double() @ torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)).unsqueeze(-1)
+    # NaN in a row stays NaN.
     factors, shift = torch.randn(2, width, generator=generator, dtype=torch.float64)
     outputs: torch.Tensor = (sums * factors + shift).sin_()
     return outputs
