@@ -61,7 +61,7 @@ def _reason(strays: list[Communication], capture: CaptureNotes) -> str:
 
 
 def _is_for_experts(communication: Communication, capture: CaptureNotes) -> bool:
-    """Return whether it exchanges rows or slots, exchanges sizes that Dynamo may not read, or adds only zeros."""
+    """Return whether `communication` exchanges rows, slots or sizes that Dynamo may not read, or adds only zeros."""
     sent = [fake_value(used) for used in communication.node.all_input_nodes]
     tensors = [value for value in sent if isinstance(value, torch.Tensor)]
     if adds_only_zeros(communication.node):
