@@ -51,7 +51,7 @@ from moepass.passes.parallel.flatten_slots import flatten_exchanged_slots
 from moepass.passes.parallel.known_lengths import read_known_lengths, read_whole_quotients
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
-from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
+from moepass.passes.parallel.match.gathered_masks import replace_gathered_masks
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
 from moepass.passes.parallel.mock.mock_run import ContractBroken
@@ -98,7 +98,7 @@ def _eliminate(
     fix_count_lengths(local.graph)
     read_whole_quotients(local.graph)
     flatten_exchanged_slots(local.graph, max((group.ranks for group in context.groups.values()), default=1))
-    masks, unread = look_up_gathered_masks(local.graph, leave)
+    masks, unread = replace_gathered_masks(local.graph, leave)
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture, unread)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)

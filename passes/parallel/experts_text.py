@@ -55,7 +55,7 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
         text.add_source(node)
     needed = _needed(local, leaves, flow)
     for node in local.written:
-        if node in needed and node in flow.whole:
+        if node in needed and node in flow.full_slices:
             text.add_alias(node, node.all_input_nodes[0])
         elif node in needed:
             text.add(node, sizes.describe(node), arguments=sizes.arguments(node))

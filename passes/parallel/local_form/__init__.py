@@ -1,4 +1,4 @@
-"""What a rank runs in place of a parallel block: its own tokens through all experts.
+"""Local form of a parallel block: the rank runs its own tokens through all experts.
 
 May import parallel/match, rows, graph, ops, ir.
 """

@@ -1,4 +1,4 @@
-"""Append nodes to the graph of a parallel block: operator calls with their fake values, and sizes from the inputs."""
+"""Append operator calls with fake values to the graph of a parallel block, and compute sizes from its inputs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _in_words(arguments: Any) -> str:
 
 
 class BlockWriter(GraphWriter):
-    """Appends nodes for `block` at the insertion point of `graph`."""
+    """A writer of nodes for `block` at the insertion point of `graph`."""
 
     def __init__(self, graph: Graph, block: ParallelBlock) -> None:
         super().__init__(graph, block.sink)
         self.block = block
-        # The module alone: reasons name the lines of what the written nodes read.
+        # Only the module: refusals name the source lines of the inputs of written nodes.
         self.meta = {key: value for key, value in block.down.node.meta.items() if key == "nn_module_stack"}
-        # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
+        # Written nodes that have the number of this rank's rows or slots as an argument.
         self.sized: set[Node] = set()
 
     def _unfit(self, node: Node, arguments: Any, repeated: Node | None, error: Exception) -> str:
@@ -61,37 +61,37 @@ class BlockWriter(GraphWriter):
         )
 
     def _size(self, size: Any) -> Any:
-        """A size as a number, or as a node that computes it from the symbols that enter the graph.
+        """Return a size as a number, or as a node that computes it from the sizes of graph inputs.
 
-        The size is not read from a tensor: the executor would have to leave a segment for that.
+        The size is not read from a tensor, for which the executor would have to leave a segment.
         """
         if not isinstance(size, torch.SymInt):
             return size
         before = itertools.takewhile(lambda node: node is not self.block.sink, self.graph.nodes)
-        known: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         for node in before:
             if isinstance(value := fake_value(node), torch.SymInt):
-                known.setdefault(str(value.node.expr), node)
-        # Its tokens, or several rows of each: whatever their number is computed from, it is computed once.
+                nodes.setdefault(str(value.node.expr), node)
+        # A multiple of the number of tokens shares the computation of that number.
         tokens = size_expression(fake_value(self.block.sink).shape[0])
         times = ratio(size.node.expr, tokens)
         if times is None or not times.is_Integer or times == 1:
-            return self._expression(size.node.expr, known)
-        return self.emit(operator.mul, self._expression(tokens, known), int(times))
+            return self._expression(size.node.expr, nodes)
+        return self.emit(operator.mul, self._expression(tokens, nodes), int(times))
 
-    def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
+    def _expression(self, expression: Any, nodes: dict[str, Node]) -> Any:
         if expression.is_Integer:
             return int(expression)
-        if str(expression) in known:
-            return known[str(expression)]
+        if str(expression) in nodes:
+            return nodes[str(expression)]
         if expression.is_Symbol:
             return self._symbol(str(expression))
         if expression.func not in _OPERATORS:
             raise NotThisForm(
-                f"{_SIZE} depends on others by {expression.func.__name__}; expected sums, products, quotients and "
-                "remainders of sizes"
+                f"{_SIZE} is computed from other sizes by {expression.func.__name__}; expected sums, products, "
+                "quotients and remainders"
             )
-        terms = [self._expression(term, known) for term in expression.args]
+        terms = [self._expression(term, nodes) for term in expression.args]
         return functools.reduce(lambda left, right: self.emit(_OPERATORS[expression.func], left, right), terms)
 
     def _symbol(self, name: str) -> Node:
@@ -101,8 +101,8 @@ class BlockWriter(GraphWriter):
                 if str(size) == name:
                     return self.emit(aten.sym_size.int, node, dim)
         raise NotThisForm(
-            f"{_SIZE} is known only while the graph runs, as that of a mask, nonzero or .item() is; expected sizes of "
-            "the graph's inputs, and of what the block exchanges"
+            f"{_SIZE} depends on data, as after a mask, nonzero or .item(); expected sizes of the graph's inputs, and "
+            "of the values that the block exchanges"
         )
 
     def _sorted(self, ids: Node) -> tuple[Node, Node]:
@@ -110,6 +110,6 @@ class BlockWriter(GraphWriter):
         return self.emit(operator.getitem, both, 0), self.emit(operator.getitem, both, 1)
 
     def _inverse(self, order: Node) -> Node:
-        places = self.arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
-        self.sized.add(places)
-        return self.emit(aten.index_put.default, self.emit(aten.empty_like.default, order), [order], places)
+        positions = self.arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
+        self.sized.add(positions)
+        return self.emit(aten.index_put.default, self.emit(aten.empty_like.default, order), [order], positions)

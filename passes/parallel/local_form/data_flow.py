@@ -1,13 +1,12 @@
-"""Operations on rows and outputs beside the experts of a parallel block: move, weigh, add up.
+"""Check that a parallel block only moves, weights and adds rows outside its experts.
 
 Contract
-    in    a block, and the local form that was written for it, which tells what of the experts it copied
-    out   the nodes of the region whose values depend on rows, weights or expert tensors, the data; all others compute
-          places and sizes
-          NotThisForm, naming the node, where data is computed with in any other way or decides about places
+    in    a block and its local form, which knows the copied nodes of the activation function
+    out   the data nodes: nodes of the region whose values depend on rows, weights or expert tensors. All other nodes
+          compute indices and sizes. NotThisForm if data is used in another operation, or in the computation of indices
 
-Results of these operations are polynomials of the data. Where two of them are equal on random numbers they are equal on
-all, which is what `peer_equivalence.py` builds on. A clamp, for one, would act on large numbers only.
+The results are polynomials of the data. Polynomials that are equal on random numbers are equal everywhere, on which
+`peer_equivalence.py` relies. This excludes a clamp, for example, which affects large numbers only.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait, i
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
-# Moves and sums of which it is known what constants do to dimensions that grow (growing_sizes.py): not `roll`. Views
-# without a trait, as a diagonal or a window, may begin at any number of rows.
+# Moves and sums for which growing_sizes.py knows the effect of constants on growing dimensions. This excludes `roll`,
+# and views without a trait, such as a diagonal, which may start at any row.
 _MOVES_AND_SUMS = (*({*MOVES} - {Trait.ROLL}), Trait.CAST, Trait.WRITE_SUM)
 
 
 def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
-    """The data of the block's region. Raises NotThisForm."""
+    """Return the data nodes of the block, sources and expert tensors included. Raises NotThisForm."""
     data = {node for node in block.sources.values() if fake_value(node).is_floating_point()}
     data.update(block.expert_tensors)
     gemms = {gemm.node for gemm in block.gemms}
@@ -42,11 +41,11 @@ def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
         if not _moves_or_adds(node):
             raise NotThisForm(
                 f"{node.name} ({node.target}) is neither a move nor a sum of rows that moepass knows; "
-                "expected rows, weights and outputs to be moved, masked, weighed and added only, beside the experts"
+                "expected rows, weights and outputs to be moved, masked, weighted and added only, outside the experts"
             )
         if any(used in weights for used in node.all_input_nodes):
             if not is_view(node):
-                raise NotThisForm(f"{node.name} ({node.target}) reads expert weights and is no GEMM with them")
+                raise NotThisForm(f"{node.name} ({node.target}) reads expert weights, but is not a GEMM")
             weights.add(node)
     _check_readers(block, local, gemms)
     return data
@@ -62,9 +61,9 @@ def _moves_or_adds(node: Node) -> bool:
 
 
 def _check_readers(block: ParallelBlock, local: LocalForm, gemms: set[Node]) -> None:
-    """Raise NotThisForm if anything but the GEMMs after it reads the activation function, which is copied unread."""
-    region, inside = set(block.region), local.copied | local.left_out
-    for node in inside - {local.end}:
+    """Raise NotThisForm if anything but the next GEMMs reads a value inside the activation function."""
+    region, inner = set(block.region), local.copied | local.left_out
+    for node in inner - {local.end}:
         for user in node.users:
-            if user in region and user not in inside and user not in gemms and not has_trait(user, Trait.SIZES_ONLY):
+            if user in region and user not in inner and user not in gemms and not has_trait(user, Trait.SIZES_ONLY):
                 raise NotThisForm(f"{user.name} ({user.target}) reads what its activation function computes")

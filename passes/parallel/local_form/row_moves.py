@@ -12,7 +12,7 @@ from moepass.passes.parallel.match.near_experts import moves_rows
 
 
 def moved_values(node: Node) -> set[Node]:
-    """Return the values whose rows `node` moves, `node` itself if it is no move; filled or empty memory is none."""
+    """Return the values, except filled and empty memory, whose rows `node` moves; `node` itself if it is no move."""
 
     def is_data(used: Node) -> bool:
         return isinstance(fake_value(used), (tuple, list)) or is_float(used)
@@ -25,7 +25,7 @@ def moved_values(node: Node) -> set[Node]:
 
 
 def exchanged_by(node: Node) -> Collective | None:
-    """The collective whose result `node` is, with the rows in whatever order; None where it is anything else."""
+    """Return the collective whose result `node` is, with its rows in any order, or None."""
     values = moved_values(node)
     if len(values) != 1:
         return None

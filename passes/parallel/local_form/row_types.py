@@ -1,8 +1,7 @@
-"""Casts of rows beside the experts of a block: the local form repeats them, with the same roundings in the same order.
+"""Find the casts of rows outside the experts, which the local form repeats in the same order.
 
-Mock runs are in float64 and see no cast, so this follows from the graph alone: a cast of each element does the same
-before a move of rows as behind it. Where rows are only moved and cast between two places, each of them goes through the
-casts on its way. These must be the same on all ways.
+Mock runs use float64 and do not test casts. A cast commutes with moves of rows, so if rows are only moved and cast
+between two nodes, each row goes through the casts on its path. All paths must have the same casts.
 """
 
 from __future__ import annotations
@@ -27,20 +26,14 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """The types that rows have one after the other, the first included, and the nodes on their ways.
-
-    Nothing in either where no type changes.
-    """
+    """The dtypes of rows from the first to the last, and the nodes on their paths; both empty without casts."""
 
     types: tuple[torch.dtype, ...]
     nodes: frozenset[Node]
 
 
 def casts_between(end: Node, starts: Collection[Node], region: Collection[Node]) -> Casts:
-    """The casts of rows from `starts` to `end`, in the `region` of a block.
-
-    Raises NotThisForm where types change, and rows are not only moved and cast there.
-    """
+    """Return the casts of rows from `starts` to `end`. Raises NotThisForm if they are cast and computed with."""
     if not any(map(changes_type, _between(end, starts, region))):
         return Casts((), frozenset())
     types: dict[Node, tuple[torch.dtype, ...] | None] = {}
@@ -48,13 +41,13 @@ def casts_between(end: Node, starts: Collection[Node], region: Collection[Node])
         if node in starts or _is_constant(node):
             types[node] = (_type(node),) if node in starts else None
             continue
-        found = {of for used in _data_of(node) if (of := types[used]) is not None}
-        if len(found) != 1:
+        sequences = {sequence for used in _data_of(node) if (sequence := types[used]) is not None}
+        if len(sequences) != 1:
             raise NotThisForm(
-                f"rows come to {named(node)} in {' and in '.join(map(str, found)) or 'no type that is known'}; "
+                f"rows come to {named(node)} in {' and in '.join(map(str, sequences)) or 'no type that is known'}; "
                 "expected the same casts of all rows"
             )
-        (before,) = found
+        (before,) = sequences
         types[node] = before if _type(node) is before[-1] else (*before, _type(node))
     result = types[end]
     if result is None:
@@ -75,9 +68,9 @@ def changes_type(node: Node) -> bool:
     """Return whether `node` reads a floating-point tensor of another dtype than its result."""
     if node.op != "call_function" or _is_constant(node):
         return False
-    own = _type_or_none(node)
-    read = (used for used in node.all_input_nodes if not _is_single(used))
-    return own is not None and any(_type_or_none(used) not in (None, own) for used in read)
+    dtype = _type_or_none(node)
+    operands = (used for used in node.all_input_nodes if not _is_scalar(used))
+    return dtype is not None and any(_type_or_none(used) not in (None, dtype) for used in operands)
 
 
 def _data_of(node: Node) -> list[Node]:
@@ -87,30 +80,30 @@ def _data_of(node: Node) -> list[Node]:
         return [collective.input]
     if not moves_rows(node) or is_call(node, aten.view.dtype) or is_accumulating_write(node):
         raise NotThisForm(
-            f"it casts rows, and computes with them at {named(node)}, so its local form would round otherwise; "
-            "expected rows to be moved and cast only, beside the experts"
+            f"it casts rows, and computes with them at {named(node)}, so its local form would round differently; "
+            "expected rows to be moved and cast only, outside the experts"
         )
     return [used for used in node.all_input_nodes if _type_or_none(used) is not None]
 
 
 def _is_constant(node: Node) -> bool:
-    """Numbers that are no rows: zeros that rows are put into, and what masks put in their place."""
+    """Return whether `node` is a constant or filled memory, such as padding or the fill value of a mask."""
     return node.op == "get_attr" or has_trait(node, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
 
 
-def _is_single(node: Node) -> bool:
+def _is_scalar(node: Node) -> bool:
     value = fake_value(node)
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _type(node: Node) -> torch.dtype:
-    found = _type_or_none(node)
-    if found is None:
-        raise NotThisForm(f"{named(node)} gives no floating numbers, but rows go through it")
-    return found
+    dtype = _type_or_none(node)
+    if dtype is None:
+        raise NotThisForm(f"{named(node)} has no floating-point result, but rows pass through it")
+    return dtype
 
 
 def _type_or_none(node: Node) -> torch.dtype | None:
     values = several(fake_value(node))
-    types = {one.dtype for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()}
+    types = {item.dtype for item in values if isinstance(item, torch.Tensor) and item.is_floating_point()}
     return types.pop() if len(types) == 1 else None

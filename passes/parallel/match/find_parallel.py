@@ -1,17 +1,16 @@
-"""Find what crosses ranks around experts: blocks of expert parallelism, and what talks to ranks and is no such block.
+"""Find expert-parallel blocks, and refuse all other communication for experts.
 
 Contract
-    in    a functional ATen inference graph; the process groups that it talks to, as (rank, ranks) by name
-    out   a typed record of every block that fits a form; a refusal for all else that talks to other ranks for experts.
-          Nothing is edited, and nothing of the kind is left out.
+    in    a functional ATen inference graph, which stays unchanged; its process groups, as (rank, ranks) by name
+    out   a record of every block that fits a form; a refusal for any other communication for experts
 
 Pseudo-code
     for each block of expert GEMMs:
-        what brings its rows or counts from other ranks, and what its results reach first
-        nothing, or sums and gathers around all experts of the router: the block is local, and none of our business
-        else match it with the forms (`match_block.py`); a refusal where it fits none
-    for each grouped GEMM that makes no block, with such things near it: refuse it
-    for each exchange that belongs to none of them, as the half that a graph break leaves: refuse it
+        find the communication that brings its rows or counts, and the first one that its results reach
+        skip a block without any, and one with only sums and gathers whose experts are all on this rank
+        match the block with the forms (`match_block.py`), or refuse it
+    refuse each grouped GEMM that belongs to no block and has communication near it
+    refuse each other exchange, such as one half of an exchange that a graph break split
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from moepass.passes.parallel.match.near_experts import (
 )
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, check_bounds
 from moepass.passes.parallel.match.stray_exchanges import stray_exchanges
-from moepass.passes.parallel.match.token_origin import is_id_arithmetic, origin, sort_key
+from moepass.passes.parallel.match.token_origin import id_source, origin, sort_key
 
 aten = torch.ops.aten
 
@@ -53,48 +52,47 @@ def find_parallel_blocks(
     capture: CaptureNotes = NO_NOTES,
     unread: Mapping[Node, str] = MappingProxyType({}),
 ) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
-    """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form.
+    """Return the expert-parallel blocks in host order, and refusals for other blocks and exchanges.
 
-    What exchanges tokens and belongs to no block of GEMMs is refused too. `unread` are gathers of masks that could not
-    be replaced, and why: that is what a block with one of them is refused for.
+    `unread` maps gathers of masks that could not be replaced to the reason, with which their blocks are refused.
     """
     if not any(True for _ in communications_of(graph)):
         return (), ()
-    place = positions(graph)
+    order = positions(graph)
     most = most_nodes(max((group.ranks for group in groups.values()), default=1))
     blocks: list[ParallelBlock] = []
     refusals: list[Refusal] = []
     claimed: set[Node] = set()
-    found = find_blocks(graph, may_compute=True)
-    for match in found.matches:
+    detection = find_blocks(graph, may_compute=True)
+    for match in detection.matches:
         first, down = match.gemms[0], match.gemms[-1]
-        combine = first_communication_after(down.node, down.outer, place, most)
+        combine = first_communication_after(down.node, down.outer, order, most)
         arriving = communications_before(first.activations, first.key)
         near = [*arriving, *([combine] if combine is not None else [])]
-        claimed |= {one.node for one in near}
-        if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
+        claimed |= {each.node for each in near}
+        if not near or (_holds_all_experts(match) and not any(_is_for_experts(each) for each in near)):
             continue
         group = _known_group(near, groups)
         try:
-            block = match_block(match, combine, arriving, groups, place, capture)
-            group = ""  # what the next line finds is known to all ranks
+            block = match_block(match, combine, arriving, groups, order, capture)
+            group = ""  # check_bounds fails on all ranks alike, so the refusal concerns no group
             check_bounds(block.bounds)
             blocks.append(block)
             claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
-            claimed |= _second_way_back(combine, arriving, down.outer, place, most)
-            reason = next((unread[one.node] for one in near if one.node in unread), str(error))
+            claimed |= _second_way_back(combine, arriving, down.outer, order, most)
+            reason = next((unread[each.node] for each in near if each.node in unread), str(error))
             refusals.append(refusal_of(graph, reason, near[-1].node, match.record.name, group))
-    refusals += _of_refused_gemms(graph, found.refusals, place, groups, claimed)
+    refusals += _of_refused_gemms(graph, detection.refusals, order, groups, claimed)
     claimed |= _counts_of(claimed)
     refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
     return tuple(blocks), tuple(refusals)
 
 
 def _holds_all_experts(match: BlockMatch) -> bool:
-    """True where the router chooses among as many experts as this rank holds: collectives near it share other work."""
+    """Return whether this rank holds all experts of the router; collectives near it then serve other parallelism."""
     try:
-        ids = origin(sort_key(match), is_id_arithmetic, gathered=False)
+        ids = origin(sort_key(match), id_source, gathered=False)
     except NotThisForm:
         return False
     scores = ids.args[0] if is_call(ids, operator.getitem) else None
@@ -104,7 +102,7 @@ def _holds_all_experts(match: BlockMatch) -> bool:
 
 
 def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
-    """Return the communication that tells the ranks how many rows come with `exchanges`."""
+    """Return the communication of the counts from which the split sizes of `exchanges` are computed."""
 
     def is_size(node: Node) -> bool:
         return isinstance(fake_value(node), torch.SymInt)
@@ -120,49 +118,41 @@ def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
 
 
 def _second_way_back(
-    combine: Communication | None,
-    arriving: Sequence[Communication],
-    width: int,
-    place: dict[Node, int],
-    most: int,
+    combine: Communication | None, arriving: Sequence[Communication], width: int, order: dict[Node, int], most: int
 ) -> set[Node]:
-    """Return the AllToAll behind `combine` by which a refused block's results [., width] go over a second mesh axis."""
+    """Return the AllToAll after `combine` that sends a refused block's results [., width] over a second mesh axis."""
     collective = None if combine is None else collective_of(combine.node)
-    after = None if collective is None else first_communication_after(collective.result, width, place, most)
+    after = None if collective is None else first_communication_after(collective.result, width, order, most)
     if collective is None or after is None or after.group_name == collective.group_name:
         return set()
-    came_by = {one.group_name for one in arriving if one.kind == "all_to_all"}
-    return {after.node} if after.group_name in came_by else set()
+    arriving_groups = {each.group_name for each in arriving if each.kind == "all_to_all"}
+    return {after.node} if after.group_name in arriving_groups else set()
 
 
 def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:
-    """The group that the block's results go to, or else its rows come from, as far as ranks of it can meet."""
-    return next((one.group_name for one in reversed(near) if one.group_name in groups), "")
+    """Return the process group of the block's results, or else of its rows; empty if this process has no such group."""
+    return next((each.group_name for each in reversed(near) if each.group_name in groups), "")
 
 
-def _is_for_experts(one: Communication) -> bool:
-    return one.is_exchange or collective_of(one.node) is None
+def _is_for_experts(communication: Communication) -> bool:
+    return communication.is_exchange or collective_of(communication.node) is None
 
 
 def _of_refused_gemms(
-    graph: Graph,
-    refused: Iterable[Refusal],
-    place: dict[Node, int],
-    groups: Mapping[str, Group],
-    claimed: set[Node],
+    graph: Graph, refused: Iterable[Refusal], order: dict[Node, int], groups: Mapping[str, Group], claimed: set[Node]
 ) -> Iterator[Refusal]:
-    """Grouped GEMMs that make no block, as far as something that talks to other ranks is near them."""
+    """Yield refusals for grouped GEMMs that belong to no block and have communication near them."""
     by_name = {node.name: node for node in graph.nodes}
-    told: set[str] = set()
+    refused_places: set[str] = set()
     for refusal in refused:
         gemm = by_name[refusal.node]
         if not is_grouped_gemm(gemm):
             continue
-        after = first_communication_after(gemm, fake_value(gemm).shape[-1], place)
+        after = first_communication_after(gemm, fake_value(gemm).shape[-1], order)
         near = [*communications_before(*gemm.all_input_nodes), *([after] if after is not None else [])]
-        claimed |= {one.node for one in near}
+        claimed |= {each.node for each in near}
         where = refusal.where or place_of(gemm)
-        if near and where not in told:
-            told.add(where)
+        if near and where not in refused_places:
+            refused_places.add(where)
             reason = f"its GEMMs make no block of experts that moepass knows ({refusal.reason})"
             yield refusal_of(graph, reason, near[-1].node, where, _known_group(near, groups))

@@ -1,4 +1,4 @@
-"""Follow values [tokens, experts] that ranks have gathered: cut to some experts, transposed, put side by side, cast."""
+"""Follow gathered values [tokens, experts] through slices of experts, transposes, flattening and casts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moepass.passes.ops.arguments import all_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import first_inputs
 
-# A bound of a slice of at least this number means the end.
+# A slice up to the end has at least this end.
 _END = 2**31
 
 
@@ -32,7 +32,7 @@ class Order(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MaskColumns:
-    """Columns `first` to `last` of a gathered value [`tokens`, experts] in some order, and the dtypes of its casts."""
+    """Columns `first` to `last` (exclusive) of a gathered value [`tokens`, experts], and the dtypes of its casts."""
 
     tokens: sympy.Expr
     first: int
@@ -53,39 +53,39 @@ class MaskColumns:
     def dim_of_tokens(self) -> int:
         return 0 if self.order is Order.BY_TOKEN else 1
 
-    def behind(self, node: Node) -> MaskColumns | None:
-        """Return these columns after `node`, whose first input they are; None if `node` computes something else."""
-        base, given = base_operation(node), all_arguments(node)
+    def through(self, node: Node) -> MaskColumns | None:
+        """Return the columns in the result of `node`, whose first input has these; None for other operations."""
+        base, arguments = base_operation(node), all_arguments(node)
         if has_trait(node, Trait.COPY, Trait.CAST):
             before, after = fake_value(node.all_input_nodes[0]).dtype, fake_value(node).dtype
             return self if before == after else dataclasses.replace(self, types=(*self.types, after))
         if has_trait(node, Trait.RESHAPE):
-            return self._regrouped(fake_value(node))
+            return self._reshaped(fake_value(node))
         if self.order is Order.FLAT:
             return None
         if has_trait(node, Trait.PERMUTE):
-            return self._turned() if permutation(node) == [1, 0] else self
-        return self._cut(given) if base == "slice" else None
+            return self._transposed() if permutation(node) == [1, 0] else self
+        return self._sliced(arguments) if base == "slice" else None
 
-    def _turned(self) -> MaskColumns:
+    def _transposed(self) -> MaskColumns:
         order = Order.BY_EXPERT if self.order is Order.BY_TOKEN else Order.BY_TOKEN
         return dataclasses.replace(self, order=order)
 
-    def _regrouped(self, value: torch.Tensor) -> MaskColumns | None:
-        """Return these columns in the shape of `value`, if experts stay contiguous."""
+    def _reshaped(self, value: torch.Tensor) -> MaskColumns | None:
+        """Return these columns in the shape of `value`, or None if that mixes tokens and experts."""
         sizes = [size_expression(size) for size in value.shape]
-        apart = [sympy.Integer(self.experts), self.tokens]
+        by_expert = [sympy.Integer(self.experts), self.tokens]
         if self.order is Order.BY_TOKEN:
-            return self if sizes == apart[::-1] else None
+            return self if sizes == by_expert[::-1] else None
         if sizes == [sympy.expand(self.tokens * self.experts)]:
             return dataclasses.replace(self, order=Order.FLAT)
-        return dataclasses.replace(self, order=Order.BY_EXPERT) if sizes == apart else None
+        return dataclasses.replace(self, order=Order.BY_EXPERT) if sizes == by_expert else None
 
-    def _cut(self, given: Mapping[str, Any]) -> MaskColumns | None:
-        start, end, step = given["start"] or 0, given["end"], given["step"]
+    def _sliced(self, arguments: Mapping[str, Any]) -> MaskColumns | None:
+        start, end, step = arguments["start"] or 0, arguments["end"], arguments["step"]
         if step != 1 or not isinstance(start, int) or start < 0:
             return None
-        if given["dim"] % 2 == self.dim_of_tokens:
+        if arguments["dim"] % 2 == self.dim_of_tokens:
             is_all = end is None or (isinstance(end, int) and end >= _END) or _size(end) == self.tokens
             return self if start == 0 and is_all else None
         stop = self.experts if end is None else end
@@ -96,13 +96,13 @@ class MaskColumns:
 
 
 def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collective, MaskColumns] | None:
-    """Return the gather among `gathers`, by result, of which `node` has some columns, and these; otherwise None."""
+    """Return the gather whose columns `node` has, and these columns, or None; `gathers` maps results to gathers."""
     *steps, node = first_inputs(node, lambda step: step not in gathers and step.op == "call_function")
     if node not in gathers:
         return None
     columns: MaskColumns | None = MaskColumns.all_of(node)
     for step in reversed(steps):
-        columns = None if columns is None else columns.behind(step)
+        columns = None if columns is None else columns.through(step)
     return None if columns is None else (gathers[node], columns)
 
 

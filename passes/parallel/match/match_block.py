@@ -1,18 +1,15 @@
-"""Find blocks of expert parallelism: local expert GEMMs between the collectives that bring tokens and take results.
+"""Match a block of local expert GEMMs with the forms of expert parallelism.
 
 Contract
-    in    a functional ATen inference graph; the process groups that it talks to, as (rank, ranks) by name
-    out   typed records that hold both ends of a block; a refusal for every block of GEMMs that stands between
-          collectives and fits none of the forms. Nothing is edited.
+    in    a block of expert GEMMs and the communication near it (`find_parallel.py`); the process groups
+    out   a record of the parallel block, or NotThisForm. The graph is unchanged.
 
 Pseudo-code
-    for each block of local expert GEMMs with something near it (`find_parallel.py`):
-        an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
-        an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
-        rows that come in two hops, and sums of experts' parts between two AllToAlls, fit no form
+    if an AllToAll takes the results: match the AllToAll of rows before the GEMMs and the exchange of counts
+    if an AllReduce or ReduceScatter takes them: match the tokens, their expert ids and their weights
+    otherwise, for rows that take two hops, and for sums of split experts between two AllToAlls: raise NotThisForm
 
-What is found here is a guess about meaning: `peer_equivalence.py` runs the block against mock peers, and the guess is
-taken only if it gives the same results.
+A match is a guess: `peer_equivalence.py` runs the block with mock peers, and only equal results allow the rewrite.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.match_all_to_all import match_all_to_all
 from moepass.passes.parallel.match.match_partial_sums import match_partial_sums
-from moepass.passes.parallel.match.near_experts import kept_in
+from moepass.passes.parallel.match.near_experts import written_input
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 
@@ -39,13 +36,14 @@ def match_block(
     after: Communication | None,
     arriving: Sequence[Communication],
     groups: Mapping[str, Group],
-    place: dict[Node, int],
+    order: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
+    """Return the parallel block between `arriving` and `after`. Raises NotThisForm."""
     if after is None:
-        one = arriving[0]
+        first = arriving[0]
         raise NotThisForm(
-            f"its rows or counts come by {one.kind} {named(one.node)}, but nothing in this graph takes its results "
+            f"its rows or counts come by {first.kind} {named(first.node)}, but nothing in this graph takes its results "
             f"back to the ranks of their tokens; {capture.advice()}"
         )
     combine = collective_of(after.node)
@@ -57,8 +55,8 @@ def match_block(
         )
     if combine.group_name not in groups:
         raise NotThisForm(
-            f"process group {combine.group_name!r} of {combine.kind} is none that this process has created; create it "
-            "with torch.distributed before the model is compiled"
+            f"this process has not created the process group {combine.group_name!r} of {combine.kind}; create it with "
+            "torch.distributed before the model is compiled"
         )
     if match.record.form != "grouped_mm":
         raise NotThisForm(
@@ -75,16 +73,16 @@ def match_block(
     for gemm in match.gemms:
         if gemm.weights.op != "placeholder" and not is_expert_stack(gemm.weights) and not is_computed(gemm.weights):
             raise NotThisForm(
-                f"the expert weights of {named(gemm.node)} are not a parameter as it is, but come from "
+                f"the expert weights of {named(gemm.node)} are not a parameter, but the result of "
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     try:
-        return _match_form(match, combine, arriving, groups, place, capture)
+        return _match_form(match, combine, arriving, groups, order, capture)
     except NotThisForm as error:
-        kept = next(((one, memory) for one in arriving if (memory := kept_in(one)) is not None), None)
-        if kept is None:
+        write = next(((each, memory) for each in arriving if (memory := written_input(each)) is not None), None)
+        if write is None:
             raise
-        exchange, memory = kept
+        exchange, memory = write
         raise NotThisForm(
             f"what {exchange.kind} {named(exchange.node)} brings is also written to {named(memory)}, which holds it "
             "beyond the run, so the exchange cannot go; let it be written to memory that the run makes, as by "
@@ -97,23 +95,23 @@ def _match_form(
     combine: Collective,
     arriving: Sequence[Communication],
     groups: Mapping[str, Group],
-    place: dict[Node, int],
+    order: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
     if combine.kind == "all_to_all":
         _check_one_hop(arriving)
-        return match_all_to_all(match, combine, groups, place, capture)
-    came_by = next((one for one in arriving if one.kind == "all_to_all"), None)
-    over_others = came_by is not None and came_by.group_name != combine.group_name
-    if combine.kind in ("all_reduce", "reduce_scatter") and came_by is not None and over_others:
+        return match_all_to_all(match, combine, groups, order, capture)
+    dispatch = next((each for each in arriving if each.kind == "all_to_all"), None)
+    has_two_groups = dispatch is not None and dispatch.group_name != combine.group_name
+    if combine.kind in ("all_reduce", "reduce_scatter") and dispatch is not None and has_two_groups:
         raise NotThisForm(
-            f"its rows come by all_to_all {named(came_by.node)}, and {combine.kind} {named(combine.node)} adds up its "
+            f"its rows come by all_to_all {named(dispatch.node)}, and {combine.kind} {named(combine.node)} adds up its "
             "results over another process group, as where ranks hold a part of each expert's width; expected complete "
             "experts on one rank each: use a size of 1 for the tensor parallelism of experts, and spread the experts "
             "over those ranks"
         )
     if combine.kind in ("all_reduce", "reduce_scatter"):
-        return match_partial_sums(match, combine, groups[combine.group_name], place)
+        return match_partial_sums(match, combine, groups[combine.group_name], order)
     raise NotThisForm(
         f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
         "reduce_scatter"
@@ -122,7 +120,7 @@ def _match_form(
 
 def _check_one_hop(arriving: Sequence[Communication]) -> None:
     """Raise NotThisForm if rows come by AllToAlls over two process groups, one after the other."""
-    exchanges = [exchange for one in arriving if (exchange := collective_of(one.node)) is not None]
+    exchanges = [exchange for each in arriving if (exchange := collective_of(each.node)) is not None]
     hops = [exchange for exchange in exchanges if exchange.kind == "all_to_all" and exchange.is_float]
     first = next((hop for hop in hops if hop.group_name != hops[0].group_name), None)
     if first is not None:

@@ -1,4 +1,4 @@
-"""Match expert GEMMs whose results ranks add up: by AllReduce, or by ReduceScatter after AllGather."""
+"""Match expert GEMMs whose partial results are summed over ranks: by AllReduce, or by ReduceScatter after AllGather."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_t
 from moepass.passes.parallel.match.region_walk import check_leaves, walk_back
 from moepass.passes.parallel.match.token_origin import (
     gathered_rows,
-    is_id_arithmetic,
-    is_row_move,
+    id_source,
     origin,
+    row_source,
     row_weights,
     sort_key,
 )
@@ -33,18 +33,19 @@ from moepass.passes.parallel.match.token_origin import (
 aten = torch.ops.aten
 
 
-def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
+def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, order: dict[Node, int]) -> ParallelBlock:
+    """Return the block of `match` whose results `combine` sums. Raises NotThisForm."""
     if combine.reduction != "sum":
         raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
     gathered = combine.kind == "reduce_scatter"
-    inside = _gathered_inside(match) if gathered else None
-    weights = origin(row_weights(match), is_row_move, gathered) if inside is None else inside
+    inner_weights = _inner_weights(match) if gathered else None
+    weights = origin(row_weights(match), row_source, gathered) if inner_weights is None else inner_weights
     sources = {
-        "hidden": origin(match.gemms[0].activations, is_row_move, gathered),
-        "ids": origin(sort_key(match), is_id_arithmetic, gathered),
-        "weights" if inside is None else "travels_0": weights,
+        "hidden": origin(match.gemms[0].activations, row_source, gathered),
+        "ids": origin(sort_key(match), id_source, gathered),
+        "weights" if inner_weights is None else "travels_0": weights,
     }
-    _check_router(sources["ids"], [sources["hidden"], weights], place)
+    _check_router(sources["ids"], [sources["hidden"], weights], order)
     tokens = fake_value(sources["hidden"])
     for role in [role for role in sources if role != "hidden"]:
         value = fake_value(sources[role])
@@ -58,19 +59,19 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
             f"its expert ids {named(sources['ids'])} are {describe_shape(fake_value(sources['ids']))}, its weights "
             f"{named(weights)} {describe_shape(fake_value(weights))}; expected one shape [tokens, k]"
         )
-    sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
-    tensors = expert_tensors(match, set(sources.values()), place)
+    sink = _unpadded_result(combine.result, tokens.shape[0]) if gathered else combine.result
+    tensors = expert_tensors(match, set(sources.values()), order)
     stops = frozenset((*sources.values(), *tensors))
-    region, exchanges, leaves = walk_back(sink, place, most_nodes(group.ranks), stop_at=stops)
+    region, exchanges, leaves = walk_back(sink, order, most_nodes(group.ranks), stop_at=stops)
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
     kinds = sorted({exchange.kind for exchange in exchanges})
-    # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
-    known = [["all_gather", "reduce_scatter"], ["all_gather", "all_reduce", "reduce_scatter"]]
-    if stray or kinds not in (known if gathered else [["all_reduce"]]):
+    # The AllReduce finds the largest number of tokens; ranks with equal numbers do not need it.
+    gathering_kinds = [["all_gather", "reduce_scatter"], ["all_gather", "all_reduce", "reduce_scatter"]]
+    if stray or kinds not in (gathering_kinds if gathered else [["all_reduce"]]):
         listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
         wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
         raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
-    check_leaves(leaves - {*sources.values(), *tensors}, sources["hidden"], place)
+    check_leaves(leaves - {*sources.values(), *tensors}, sources["hidden"], order)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)
     return ParallelBlock(
@@ -89,13 +90,9 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
     )
 
 
-def _gathered_inside(match: BlockMatch) -> Node | None:
-    """The weights [tokens, k] by which rows are multiplied between the GEMMs, where they are gathered by themselves.
-
-    The tokens may be read there too, and the flow of rows judges how. None where nothing of the kind is there. Raises
-    NotThisForm where more than that is.
-    """
-    ups, found = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
+def _inner_weights(match: BlockMatch) -> Node | None:
+    """Return the gathered weights [tokens, k] read between the GEMMs, or None. Raises NotThisForm for several."""
+    ups, inputs = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
 
     def is_value(node: Node) -> bool:
         return node not in ups and is_float(node)
@@ -107,59 +104,56 @@ def _gathered_inside(match: BlockMatch) -> Node | None:
     for node in walk.ancestors(down, follow=is_value, stop=is_gathered, most=MOST_NODES) if is_value(down) else ():
         gathered = gathered_rows(node)
         if gathered is not None:
-            found[gathered] = None
+            inputs[gathered] = None
     tokens = gathered_rows(match.gemms[0].activations)
     if tokens is not None:
-        found.pop(tokens, None)
-    if len(found) > 1:
-        listed = " and ".join(map(named, found))
+        inputs.pop(tokens, None)
+    if len(inputs) > 1:
+        listed = " and ".join(map(named, inputs))
         raise NotThisForm(f"between its GEMMs it reads several values that ranks gather, {listed}; expected weights")
-    return next(iter(found), None)
+    return next(iter(inputs), None)
 
 
-def _check_router(ids: Node, wanted: list[Node], place: dict[Node, int]) -> None:
-    """Tokens and weights may be looked up by expert ids, and not depend on them in any other way.
+def _check_router(ids: Node, values: list[Node], order: dict[Node, int]) -> None:
+    """Raise NotThisForm if tokens or weights depend on expert ids, except by lookups: no mock run would test that."""
 
-    A mask may be that of this rank's experts alone, and in front of the block no mock run sees it.
-    """
-
-    def is_same(node: Node) -> bool:
+    def is_unchanged(node: Node) -> bool:
         return is_view(node) or has_trait(node, Trait.CAST, Trait.COPY)
 
     def looks_up(node: Node) -> bool:
         return is_float(node) and is_call(node, aten.gather.default, aten.index.Tensor, aten.scatter.src)
 
-    ids = walk.origin(ids, passes=lambda step: is_same(step) and not is_call(step, operator.getitem))
-    before = set(walk.ancestors(*wanted, follow=lambda used: place[used] > place[ids]))
+    ids = walk.origin(ids, passes=lambda step: is_unchanged(step) and not is_call(step, operator.getitem))
+    before = set(walk.ancestors(*values, follow=lambda used: order[used] > order[ids]))
     _, *users = walk.descendants(ids, follow=before.__contains__, stop=looks_up)
     for user in users:
-        if not is_same(user) and not looks_up(user):
+        if not is_unchanged(user) and not looks_up(user):
             raise NotThisForm(
                 f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
                 "expected them as the router gave them, with masks for this rank's experts behind its GEMMs"
             )
 
 
-def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
-    """Which experts each rank holds: contiguous shards of all the experts that the router chooses from."""
-    while (source := is_id_arithmetic(ids)) is not None:
+def _bounds_from_router(ids: Node, group: Group, held: int) -> tuple[int, ...]:
+    """Return even shards of the experts that the router chooses from. Raises NotThisForm if this rank's differs."""
+    while (source := id_source(ids)) is not None:
         ids = source
     scores = ids.args[0] if is_call(ids, operator.getitem) else None
-    experts = own * group.ranks
+    experts = held * group.ranks
     if is_call(scores, aten.topk.default):
         experts = int(fake_value(scores.args[0]).shape[-1])  # type: ignore[union-attr, arg-type]
     bounds = shard_bounds(experts, group.ranks)
     expected = bounds[group.rank + 1] - bounds[group.rank]
-    if own != expected:
+    if held != expected:
         raise NotThisForm(
-            f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts; expected {expected}, an even share "
+            f"rank {group.rank} of {group.ranks} holds {held} of {experts} experts; expected {expected}, an even share "
             "in the order of ranks"
         )
     return bounds
 
 
-def _own_part(result: Node, tokens: Any) -> Node:
-    """The rows of this rank: behind the slice that takes the padding off, if there is one."""
+def _unpadded_result(result: Node, tokens: Any) -> Node:
+    """Return the result for this rank's tokens, after the slice that removes padding, if any."""
     if str(fake_value(result).shape[0]) == str(tokens):
         return result
     if len(result.users) == 1:

@@ -1,7 +1,7 @@
-"""Communication within reach of an expert GEMM: the one that brings its rows, and the one that takes its results.
+"""Find the communication that brings the rows of an expert GEMM, and the one that takes its results.
 
-A model with tensor or data parallelism holds collectives too. Those that serve experts touch rows: between them and a
-GEMM rows are moved, masked, weighed and added, and nothing mixes their features or normalises them.
+Tensor and data parallelism use collectives too. Between an expert GEMM and its own collectives, rows are only moved,
+masked, weighted and added; nothing mixes or normalises their features.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moepass.passes.ops.walk import ancestors, descendants, origin
 
 aten = torch.ops.aten
 
-# [Empirical] The largest block of the forms that we know has about 80 nodes, and 11 for each rank, which read and check
-# what it sends and is sent; a walk that meets more has left the block.
+# [Empirical] The largest known block has about 80 nodes, and 11 nodes for each rank that read and check split sizes. A
+# walk that meets many more nodes has left the block.
 MOST_NODES = 400
 MOST_NODES_PER_RANK = 32
 
@@ -39,9 +39,9 @@ def most_nodes(ranks: int) -> int:
 
 
 def first_communication_after(
-    gemm: Node, width: int, place: dict[Node, int], most: int = MOST_NODES
+    gemm: Node, width: int, order: dict[Node, int], most: int = MOST_NODES
 ) -> Communication | None:
-    """Return the first communication that the rows [., width] of `gemm` reach, over `most` nodes."""
+    """Return the first communication that the rows [., width] of `gemm` reach within `most` nodes."""
 
     def has_rows(node: Node) -> bool:
         return communication_of(node) is None and keeps_features(node, width)
@@ -49,28 +49,28 @@ def first_communication_after(
     reached: list[Communication] = []
     for node in descendants(gemm, follow=has_rows, most=most):
         for user in node.users:
-            known, any_kind = collective_of(user), communication_of(user)
+            collective, communication = collective_of(user), communication_of(user)
             # A collective also reads sizes; it sends only its input.
-            if any_kind is not None and (known is None or known.input is node):
-                reached.append(any_kind)
-    return min(reached, key=lambda communication: place[communication.node], default=None)
+            if communication is not None and (collective is None or collective.input is node):
+                reached.append(communication)
+    return min(reached, key=lambda communication: order[communication.node], default=None)
 
 
 def keeps_features(node: Node, width: int) -> bool:
-    """Nodes between an expert's output and the collective move, mask, weigh and add rows; they do not mix features."""
+    """Return whether `node` moves, masks, weights or adds rows [., width] without mixing their features."""
     mixes = has_trait(node, *_MIXING) or base_operation(node) in ("mean", "pow", "embedding", "rsqrt")
     if node.op != "call_function" or mixes:
         return False
     if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(
         _is_row_statistic(used) for used in node.all_input_nodes
     ):
-        return False  # a norm: the block has ended, and the next one has its own collectives
-    values = several(fake_value(node))  # rows that are split
-    return all(isinstance(one, torch.Tensor) and is_size(_features(one, node), width) for one in values)
+        return False  # a norm is outside the block, and the next block has its own collectives
+    values = several(fake_value(node))  # a split has several results
+    return all(isinstance(item, torch.Tensor) and is_size(_features(item, node), width) for item in values)
 
 
 def _features(value: torch.Tensor, node: Node) -> Any:
-    """The last size of what `node` gives. In views the last that is not 1: einsum moves others behind it, and back."""
+    """Return the last size of the result of `node`; for views the last that is not 1, since einsum appends ones."""
     return next((size for size in reversed(value.shape) if not (is_view(node) and is_size(size, 1))), None)
 
 
@@ -85,12 +85,12 @@ def is_size(size: Any, number: int) -> bool:
 
 def communications_before(*starts: Node) -> list[Communication]:
     """Return the communication from which the rows or counts `starts` of a GEMM come, nearest first."""
-    found: dict[Node, Communication] = {}
+    communications: dict[Node, Communication] = {}
     for node in (node for start in starts for node in _moved_from(start)):
-        one = communication_of(node)
-        if one is not None:
-            found.setdefault(node, one)
-    return list(found.values())
+        communication = communication_of(node)
+        if communication is not None:
+            communications.setdefault(node, communication)
+    return list(communications.values())
 
 
 def _moved_from(start: Node) -> Iterator[Node]:
@@ -102,14 +102,14 @@ def _passes_on(node: Node) -> bool:
     if moves_rows(node) or is_call(node, aten.histc.default) or communication_of(node) is not None:
         return True
     values = several(fake_value(node))
-    # Places and counts, however they are computed; but not the scores that they were chosen by.
+    # Indices and counts may be computed in any way. The scores of the router are floats, and are not followed.
     return node.op == "call_function" and not any(
         isinstance(item, torch.Tensor) and item.is_floating_point() for item in values
     )
 
 
-def kept_in(arriving: Communication) -> Node | None:
-    """Return the graph input to which the result of `arriving` is written, possibly moved; None if there is none."""
-    holders = {node: memory for memory, nodes in writes_to_inputs(arriving.node.graph).items() for node in nodes}
-    moved = descendants(arriving.node, follow=lambda user: user in holders or moves_rows(user))
-    return next((holders[node] for node in moved if node in holders), None)
+def written_input(arriving: Communication) -> Node | None:
+    """Return the graph input to which the result of `arriving` is written, possibly moved, or None."""
+    writes = {node: memory for memory, nodes in writes_to_inputs(arriving.node.graph).items() for node in nodes}
+    moved = descendants(arriving.node, follow=lambda user: user in writes or moves_rows(user))
+    return next((writes[node] for node in moved if node in writes), None)

@@ -1,4 +1,4 @@
-"""A block of expert parallelism, as a record, and the expert tensors that belong to it."""
+"""Record of an expert-parallel block, and the search for its expert tensors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class ParallelBlock:
-    """A block of expert parallelism.
+    """An expert-parallel block.
 
-    `sources` are the values that the local form of the block starts from, by role:
-        all_to_all              `rows`, sorted by expert, and `counts`, rows by expert over all ranks
-        all_to_all_slots        `rows`, as many for each expert, all of which are computed
-        both of these           `travels_0`, ..: what is exchanged row by row beside the rows
-        all_gather, all_reduce  `hidden`, `ids`, and `weights` of outputs, or `travels_0` where all_gather brings them
-                                to rows between the GEMMs
-    `sink` is the value that the local form gives. `region` is what lies between, in host order.
-    `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
-    `bounds` says which experts each rank holds. If the block `drops`, some of its `ids` may be `experts`: none of them.
+    Attributes:
+        form: "all_to_all", "all_to_all_slots", "all_gather" or "all_reduce"
+        bounds: rank r holds experts `bounds[r]` to `bounds[r + 1]`
+        expert_tensors: this rank's weights of the GEMMs, then their biases
+        sources: the inputs of the local form, by role
+            all_to_all: `rows`, sorted by expert, and `counts`, the number of rows for each expert of all ranks
+            all_to_all_slots: `rows`, equally many for each expert, all of which are computed
+            both of these: `travels_0`, ..: values that travel with the rows, one for each row
+            all_gather, all_reduce: `hidden`, `ids`, and `weights` of the outputs; `travels_0` instead of `weights` if
+                the weights are gathered and multiplied between the GEMMs
+        sink: the result, which the result of the local form replaces
+        region: the nodes from the sources to the sink, in host order
+        drops: whether an id may be the number of experts, for a dropped pair
     """
 
     form: str
@@ -54,22 +58,22 @@ class ParallelBlock:
 
     @property
     def experts(self) -> int:
-        """Over all ranks."""
+        """The number of experts of all ranks."""
         return self.bounds[-1]
 
     @property
     def id_values(self) -> int:
-        """How many values its `ids` may have."""
+        """The number of values that `ids` may have."""
         return self.experts + self.drops
 
     @property
     def travelling(self) -> tuple[Node, ...]:
-        """What is exchanged beside the rows, or gathered beside the tokens, something for each row."""
+        """The sources that travel with the rows or are gathered with the tokens."""
         return tuple(node for role, node in self.sources.items() if role.startswith("travels_"))
 
     @property
     def dispatches(self) -> tuple[Collective, ...]:
-        """The exchanges of the rows and of what travels with them."""
+        """The exchanges of the rows and of the values that travel with them."""
         return self.exchanges[-2 - len(self.travelling) : -1]
 
     @property
@@ -83,65 +87,62 @@ class ParallelBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """`sum` adds to each output of a GEMM the row of `tensor` that an index says."""
+    """A sum of the outputs of a GEMM and looked-up rows of `tensor`."""
 
     sum: Node
     tensor: Node
 
 
 def bias_after(gemm: Node) -> Bias | None:
-    """What is added right after `gemm`, if that is looked up row by row in what is made of parameters alone."""
+    """Return the bias that a user of `gemm` adds, or None if no user adds looked-up rows of parameters."""
     for user in gemm.users:
         if is_call(user, aten.add.Tensor):
-            for other in user.args:
-                tensor = looked_up_table(other)
+            for addend in user.args:
+                tensor = looked_up_table(addend)
                 if tensor is not None:
                     return Bias(user, tensor)
     return None
 
 
 def looked_up_table(lookup: object) -> Node | None:
-    """The parameter, or what is computed of parameters alone, whose first dimension `lookup` looks rows up in."""
+    """Return the parameter, or the value computed from parameters alone, whose rows `lookup` selects, or None."""
     if not isinstance(lookup, Node) or not is_call(lookup, aten.index.Tensor, aten.index_select.default):
         return None
-    given = named_arguments(lookup)
-    table, in_front = given["self"], [dim for dim, _ in indexed_dimensions(given)] == [0]
-    if not in_front:
+    arguments = named_arguments(lookup)
+    table, selects_rows = arguments["self"], [dim for dim, _ in indexed_dimensions(arguments)] == [0]
+    if not selects_rows:
         return None
     is_parameter = table.op == "placeholder" or is_expert_stack(table)
     return table if is_parameter or is_computed(table) else None
 
 
-def expert_tensors(match: BlockMatch, sources: set[Node], place: dict[Node, int]) -> tuple[Node, ...]:
-    """The weights of the GEMMs, their biases, and tables between them: what each expert of this rank has one of.
-
-    Told by what reads them. Activations of as many tokens as this rank has experts have the same shape.
-    """
-    found = dict.fromkeys(gemm.weights for gemm in match.gemms)
+def expert_tensors(match: BlockMatch, sources: set[Node], order: dict[Node, int]) -> tuple[Node, ...]:
+    """Return the weights and biases of the GEMMs and the tables between them, identified by their readers."""
+    tensors = dict.fromkeys(gemm.weights for gemm in match.gemms)
     for gemm in match.gemms:
         bias = bias_after(gemm.node)
         if bias is None or bias.tensor in sources:
             continue
         value = fake_value(bias.tensor)
         if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
-            found.setdefault(bias.tensor)
-    found |= dict.fromkeys(_tables_between(match, sources, place))
-    return tuple(found)
+            tensors.setdefault(bias.tensor)
+    tensors |= dict.fromkeys(_tables_between(match, sources, order))
+    return tuple(tensors)
 
 
-def _tables_between(match: BlockMatch, sources: set[Node], place: dict[Node, int]) -> Iterator[Node]:
-    """What the activation function looks up for the expert of each row, as scales or the weights of norms."""
+def _tables_between(match: BlockMatch, sources: set[Node], order: dict[Node, int]) -> Iterator[Node]:
+    """Yield the tables that the activation function indexes by expert, such as scales or weights of norms."""
     *ups, down = match.gemms
-    stops = {up.node for up in ups}
-    first = min(place[node] for node in stops)
+    up_nodes = {up.node for up in ups}
+    first = min(order[node] for node in up_nodes)
 
-    def is_behind(used: Node) -> bool:
-        return isinstance(fake_value(used), torch.Tensor) and place[used] > first
+    def follows_ups(used: Node) -> bool:
+        return isinstance(fake_value(used), torch.Tensor) and order[used] > first
 
     def is_end(node: Node) -> bool:
-        return node in stops or looked_up_table(node) is not None
+        return node in up_nodes or looked_up_table(node) is not None
 
-    for table in map(looked_up_table, ancestors(down.activations, follow=is_behind, stop=is_end)):
+    for table in map(looked_up_table, ancestors(down.activations, follow=follows_ups, stop=is_end)):
         if table is not None and table not in sources:
             value = fake_value(table)
             if value.is_floating_point() and is_size(value.shape[0], match.record.experts):
@@ -149,7 +150,7 @@ def _tables_between(match: BlockMatch, sources: set[Node], place: dict[Node, int
 
 
 def check_bounds(bounds: tuple[int, ...]) -> None:
-    """Every rank must come to the same decision, and one without experts does not see what experts compute."""
+    """Raise NotThisForm if a rank holds no expert: it cannot see the experts, and ranks must decide alike."""
     for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start == stop:
             raise NotThisForm(

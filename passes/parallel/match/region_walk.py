@@ -1,4 +1,4 @@
-"""Walk from a value to what it is computed from, within one block."""
+"""Walk from a value back to the inputs of its block."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ aten = torch.ops.aten
 
 def walk_back(
     root: Node,
-    place: dict[Node, int],
+    order: dict[Node, int],
     most: int,
     *,
-    stop_at_inputs_of: Callable[[Collective], bool] = lambda found: False,
+    stop_at_inputs_of: Callable[[Collective], bool] = lambda exchange: False,
     stop_at: frozenset[Node] = frozenset(),
 ) -> tuple[list[Node], list[Collective], set[Node]]:
-    """Everything that `root` is computed from: nodes in host order, the collectives among them, and where it begins.
+    """Return the ancestors of `root` and the collectives among them, both in host order, and the leaves of the walk.
 
-    Does not go beyond `stop_at`, inputs of the graph, constants, and the inputs of collectives that
-    `stop_at_inputs_of` names (their split sizes are followed). A length of anything else is known where the block
-    begins, if inputs of the graph tell it, and the walk does not go beyond it either.
+    Leaves are `stop_at`, graph inputs, constants, inputs of the collectives for which `stop_at_inputs_of` is True (but
+    not their split sizes), and lengths that the graph inputs determine, unless they belong to the block itself. Raises
+    NotThisForm for more than `most` nodes.
     """
     followed: set[Node] = set()
     while True:
-        walk = _WalkBack(place, stop_at_inputs_of, set(stop_at), followed)
-        walk.go(root, most)
-        within = {length for length in filter(_is_known_length, walk.leaves) if walk.holds(length)}
+        walk = _WalkBack(order, stop_at_inputs_of, set(stop_at), followed)
+        walk.run(root, most)
+        within = {length for length in filter(_is_known_length, walk.leaves) if walk.contains(length)}
         if not within:
             return walk.region[::-1], walk.exchanges[::-1], walk.leaves
         followed |= within
 
 
 class _WalkBack:
-    """One walk back, which goes beyond lengths only where these are `followed`; both lists have the last first."""
+    """One walk, which passes lengths only if they are in `followed`; `region` and `exchanges` have the last first."""
 
     def __init__(
         self,
-        place: dict[Node, int],
+        order: dict[Node, int],
         stop_at_inputs_of: Callable[[Collective], bool],
         stops: set[Node],
         followed: Collection[Node],
     ) -> None:
-        self._place, self._stop_at_inputs_of, self._followed = place, stop_at_inputs_of, followed
+        self._order, self._stop_at_inputs_of, self._followed = order, stop_at_inputs_of, followed
         self._stops = stops
         self.leaves: set[Node] = set()
         self.region: list[Node] = []
         self.exchanges: list[Collective] = []
 
-    def go(self, root: Node, most: int) -> None:
-        met = {root}
+    def run(self, root: Node, most: int) -> None:
+        reached = {root}
         for node in reversed(root.graph.nodes):
-            if node not in met:
+            if node not in reached:
                 continue
             if self._is_leaf(node):
                 self.leaves.add(node)
@@ -72,30 +72,30 @@ class _WalkBack:
             self.region.append(node)
             if len(self.region) > most:
                 raise NotThisForm(
-                    f"what {named(root)} is computed from cannot be told apart from the rest of the model: more than "
-                    f"{most} operations lead to it without an exchange"
+                    f"more than {most} operations lead to {named(root)} without an exchange, so it is not clear where "
+                    "the block of experts begins"
                 )
             collective = collective_of(node)
             if collective is not None:
                 self.exchanges.append(collective)
                 if self._stop_at_inputs_of(collective):
-                    self._stops.add(collective.input if collective.is_float else reshaped(collective.input))
-            met.update(node.all_input_nodes)
+                    self._stops.add(collective.input if collective.is_float else before_reshape(collective.input))
+            reached.update(node.all_input_nodes)
 
     def _is_leaf(self, node: Node) -> bool:
         if node in self._stops or node.op in ("placeholder", "get_attr") or is_expert_stack(node):
             return True
         return _is_known_length(node) and node not in self._followed
 
-    def holds(self, length: Node) -> bool:
-        """True where `length` is one of what the block begins with, of what an exchange brought, or of what follows."""
-        known = set(self._stops)
+    def contains(self, length: Node) -> bool:
+        """Return whether `length` depends on the walk's stops or on the result of an exchange."""
+        inside = set(self._stops)
         for node in reversed(self.region):
-            if collective_of(node) is not None or any(used in known for used in node.all_input_nodes):
-                known.add(node)
-        first = min((self._place[node] for node in known if node.op != "placeholder"), default=0)
-        before = ancestors(length, follow=lambda used: self._place[used] > first)
-        return any(used in known for node in before for used in node.all_input_nodes)
+            if collective_of(node) is not None or any(used in inside for used in node.all_input_nodes):
+                inside.add(node)
+        first = min((self._order[node] for node in inside if node.op != "placeholder"), default=0)
+        before = ancestors(length, follow=lambda used: self._order[used] > first)
+        return any(used in inside for node in before for used in node.all_input_nodes)
 
 
 def _is_known_length(node: Node) -> bool:
@@ -103,32 +103,26 @@ def _is_known_length(node: Node) -> bool:
     return is_call(node, aten.sym_size.int) and isinstance(size, torch.SymInt) and not free_unbacked_symbols(size)
 
 
-# Types that hold every count.
+# Dtypes that hold every count.
 _COUNT_TYPES = (torch.int32, torch.int64)
 
 
-def reshaped(counts: Node) -> Node:
-    """Return the counts before they were reshaped or cast to another type that holds them.
+def before_reshape(counts: Node) -> Node:
+    """Return the counts before reshapes and exact casts, since a rank may read its own sizes there."""
 
-    A rank may read its own sizes from there.
-    """
-
-    def is_same(step: Node) -> bool:
+    def keeps_counts(step: Node) -> bool:
         if not has_trait(step, Trait.CAST):
             return has_trait(step, Trait.RESHAPE)
         before, after = fake_value(step.all_input_nodes[0]), fake_value(step)
         is_exact = before.dtype in _COUNT_TYPES and after.dtype in _COUNT_TYPES
         return is_exact and bool(before.device == after.device)
 
-    return origin(counts, passes=is_same)
+    return origin(counts, passes=keeps_counts)
 
 
-def check_leaves(leaves: set[Node], rows: Node, place: dict[Node, int]) -> None:
-    """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here.
-
-    Of a length only its number is known: it must say nothing that the number of the `rows` it begins with does not.
-    """
-    for leaf in sorted(leaves, key=place.__getitem__):
+def check_leaves(leaves: set[Node], rows: Node, order: dict[Node, int]) -> None:
+    """Raise NotThisForm unless `leaves` are constants and sizes, with lengths that divide the number of `rows`."""
+    for leaf in sorted(leaves, key=order.__getitem__):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(
                 f"it depends on {named(leaf)}, whose values are not known when the graph is compiled; expected its "
@@ -140,7 +134,6 @@ def check_leaves(leaves: set[Node], rows: Node, place: dict[Node, int]) -> None:
             times = sympy.cancel(number / size_expression(leaf))
             if not times.is_Integer or times <= 0:
                 raise NotThisForm(
-                    f"it reads the length {named(leaf)}, which the number of the rows that it begins with, "
-                    f"{named(rows)}, does not tell; expected lengths of its rows, or a number that these are a "
-                    "multiple of"
+                    f"it reads the length {named(leaf)}, which does not follow from the number of its rows "
+                    f"{named(rows)}; expected the number of these rows, or a divisor of it"
                 )

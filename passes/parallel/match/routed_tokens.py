@@ -1,4 +1,4 @@
-"""How many tokens of its own a rank routes through a parallel block."""
+"""Number of this rank's tokens that a parallel block routes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 aten = torch.ops.aten
 
-# Meta key of the gather of a local block: its tokens, or why they are unknown.
+# Meta key of the gather of a rewritten block: its number of tokens, or the reason why that is unknown.
 TOKENS_KEY = "moepass_tokens"
 
 
 def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
-    """How many tokens of this rank the block routes, in the graph's sizes; None where nothing in the graph says so."""
+    """Return the number of this rank's tokens that the block routes, as a size of the graph, or None if unknown."""
     if "ids" in block.sources:
         return size_expression(fake_value(block.sources["ids"]).shape[0])
     for node in ancestors(block.sources.get("counts", block.sources["rows"]), most=MOST_NODES):
@@ -26,7 +26,7 @@ def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
             *leading, top_k = (size_expression(size) for size in fake_value(node)[0].shape)
             tokens = sympy.Mul(*leading)
             rows = size_expression(fake_value(block.sources["rows"]).shape[0])
-            # Rows of fixed capacity are slots, of which there may be more or fewer than tokens fill.
+            # With a fixed capacity, rows are slots: some may be empty, and some tokens may be dropped.
             is_plausible = block.form == "all_to_all_slots" or sympy.expand(rows - tokens * top_k) == 0
             return tokens if is_plausible else None
     return None

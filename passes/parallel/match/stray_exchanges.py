@@ -1,7 +1,4 @@
-"""Refuse exchanges of tokens that belong to no block of experts in their graph: none of them stays without a word.
-
-Nor does the sum over ranks to which a rank that holds no expert adds its zeros.
-"""
+"""Refuse exchanges of tokens, and sums to which this rank adds only zeros, that belong to no block in their graph."""
 
 from __future__ import annotations
 
@@ -16,34 +13,30 @@ from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import named, place_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import CaptureNotes
-from moepass.passes.parallel.match.zero_sums import adds_nothing
+from moepass.passes.parallel.match.zero_sums import adds_only_zeros
 
 # Rows of tokens have two dimensions, slots of experts three; attention exchanges heads in four.
 _MOST_DIMENSIONS = 3
 
 
 def stray_exchanges(
-    graph: Graph,
-    claimed: Collection[Node],
-    told: Collection[str],
-    groups: Collection[str],
-    capture: CaptureNotes,
+    graph: Graph, claimed: Collection[Node], refused: Collection[str], groups: Collection[str], capture: CaptureNotes
 ) -> list[Refusal]:
-    """One refusal for each module with exchanges that are not `claimed`, except where one was `told` of already."""
+    """Return one refusal for each module that has exchanges outside `claimed` and is not in `refused`."""
     owner = graph.owning_module
     graphs = list(graphs_within(owner)) if isinstance(owner, GraphModule) and owner.graph is graph else [graph]
     strays: dict[str, list[tuple[Graph, Communication]]] = {}
-    for each in graphs:
-        for one in communications_of(each):
-            if one.node not in claimed and _is_for_experts(one, capture):
-                strays.setdefault(place_of(one.node), []).append((each, one))
+    for holder in graphs:
+        for exchange in communications_of(holder):
+            if exchange.node not in claimed and _is_for_experts(exchange, capture):
+                strays.setdefault(place_of(exchange.node), []).append((holder, exchange))
     refusals = []
-    for where, found in strays.items():
-        if where not in told:
-            each, first = found[0]
-            reason = _reason([one for _, one in found], capture)
+    for where, exchanges in strays.items():
+        if where not in refused:
+            holder, first = exchanges[0]
+            reason = _reason([exchange for _, exchange in exchanges], capture)
             group = first.group_name if first.group_name in groups else ""
-            refusals.append(refusal_of(each, reason, first.node, where, group))
+            refusals.append(refusal_of(holder, reason, first.node, where, group))
     return refusals
 
 
@@ -54,7 +47,7 @@ def _reason(strays: list[Communication], capture: CaptureNotes) -> str:
             f"{named(first.node)} holds experts, and what it exchanges for them, in one operator that moepass cannot "
             "look into; use an implementation of these experts that is written in PyTorch operators"
         )
-    if all(adds_nothing(one.node) for one in strays):
+    if all(adds_only_zeros(stray.node) for stray in strays):
         return (
             f"this rank adds nothing but zeros to the sum over ranks that {first.kind} {named(first.node)} makes, as a "
             "rank does that holds none of the experts; it cannot see what they do, so spread them over as many ranks "
@@ -67,16 +60,13 @@ def _reason(strays: list[Communication], capture: CaptureNotes) -> str:
     )
 
 
-def _is_for_experts(one: Communication, capture: CaptureNotes) -> bool:
-    """Exchanges of rows or slots of tokens, and sums that this rank has no part in.
-
-    Those of sizes too, where the graph ends because Dynamo may not read them.
-    """
-    sent = [fake_value(used) for used in one.node.all_input_nodes]
+def _is_for_experts(communication: Communication, capture: CaptureNotes) -> bool:
+    """Return whether `communication` exchanges rows, slots or sizes that Dynamo may not read, or adds only zeros."""
+    sent = [fake_value(used) for used in communication.node.all_input_nodes]
     tensors = [value for value in sent if isinstance(value, torch.Tensor)]
-    if adds_nothing(one.node):
+    if adds_only_zeros(communication.node):
         return True
-    if one.is_exchange:
+    if communication.is_exchange:
         return all(value.dim() <= _MOST_DIMENSIONS for value in tensors)
     sizes = bool(tensors) and not any(value.is_floating_point() for value in tensors)
     return sizes and any(switch in capture.graph_break for switch in capture.switches_off)

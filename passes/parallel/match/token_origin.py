@@ -1,4 +1,4 @@
-"""Origin of the rows, expert ids and weights of a block, before they were moved, masked, padded or gathered."""
+"""Find the rows, expert ids and weights of a block before they were moved, masked, padded or gathered."""
 
 from __future__ import annotations
 
@@ -23,52 +23,49 @@ aten = torch.ops.aten
 
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
-    """Origin of a value, before it was moved, masked, padded and gathered for this block.
-
-    A block takes rows [tokens, .]; the model may have brought them into that form right in front of it.
-    """
-    rows, is_before = node, gathered
+    """Return the value [tokens, .] before it was moved, masked, padded and, if `gathered`, gathered for this block."""
+    rows, is_gathered = node, gathered
     while True:
         if fake_value(node).dim() == 2:
             rows = node
-        if gathered and (collective := _waited_for(node)) is not None and collective.kind == "all_gather":
-            node, is_before = collective.input, False
+        if gathered and (collective := _finished_collective(node)) is not None and collective.kind == "all_gather":
+            node, is_gathered = collective.input, False
             if OF_MASK_KEY in collective.node.meta:
                 return node
             if is_call(node, aten.constant_pad_nd.default):
                 node = node.all_input_nodes[0]
             continue
         source = passes_through(node)
-        if source is None and is_before:
-            source = _laid_out(node)
+        if source is None and is_gathered:
+            source = _unpadded(node)
         if source is None:
             return rows
         node = source
 
 
-def _waited_for(node: Node) -> Collective | None:
-    """The collective that `node` is the result of; behind a copy that is its last result alone."""
+def _finished_collective(node: Node) -> Collective | None:
+    """Return the collective with this result, or None; a copy counts only if it is the collective's last result."""
     start, is_copied = node, False
     while is_call(node, WAIT, aten.copy.default):
         is_copied |= is_call(node, aten.copy.default)
         node = node.args[is_call(node, aten.copy.default)]  # type: ignore[assignment]
-    found = collective_of(node)
-    return None if found is None or (is_copied and found.result is not start) else found
+    collective = collective_of(node)
+    return None if collective is None or (is_copied and collective.result is not start) else collective
 
 
 def gathered_rows(node: Node) -> Node | None:
-    """What ranks gather, where `node` is some rows of that; None where it is anything else."""
+    """Return the input of the AllGather whose rows `node` selects, masks or views, or None."""
     current: Node | None = node
     while current is not None:
-        collective = _waited_for(current)
+        collective = _finished_collective(current)
         if collective is not None:
             return collective.input if collective.kind == "all_gather" else None
-        current = is_row_move(current) or _laid_out(current)
+        current = row_source(current) or _unpadded(current)
     return None
 
 
-def is_row_move(node: Node) -> Node | None:
-    """The value whose rows `node` selects, masks or views."""
+def row_source(node: Node) -> Node | None:
+    """Return the value whose rows `node` selects, masks or views, or None."""
     if is_call(node, aten.index.Tensor, aten.index_select.default, aten.masked_fill.Scalar):
         return _node(node.args[0])
     if is_call(node, aten.where.self) and _is_scalar_constant(node.args[1]):
@@ -78,27 +75,27 @@ def is_row_move(node: Node) -> Node | None:
     return None
 
 
-def _laid_out(node: Node) -> Node | None:
-    """The rows beside which `node` puts rows of padding, or which it writes to places among these."""
+def _unpadded(node: Node) -> Node | None:
+    """Return the rows that `node` joins with padding or writes into it, or None."""
     if is_call(node, aten.cat.default):
-        rows = [part for part in node.args[0] if not _is_filling(part)]  # type: ignore[union-attr]
+        rows = [item for item in node.args[0] if not _is_padding(item)]  # type: ignore[union-attr]
         return _node(rows[0]) if len(rows) == 1 else None
     if is_call(node, aten.constant_pad_nd.default):
         return _node(node.args[0])
-    if is_call(node, aten.index_put.default) and _is_filling(node.args[0]) and not is_accumulating_write(node):
+    if is_call(node, aten.index_put.default) and _is_padding(node.args[0]) and not is_accumulating_write(node):
         return _node(node.args[2])
     return None
 
 
-def _is_filling(node: object) -> bool:
-    """Return whether `node` is memory that rows are written to, or that stands next to them."""
+def _is_padding(node: object) -> bool:
+    """Return whether `node` is memory filled with one number, or uninitialised memory."""
     assert isinstance(node, Node)
     source = walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM))
     return has_trait(source, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
 
 
-def is_id_arithmetic(node: Node) -> Node | None:
-    """Return the ids that `node` shifts, wraps, masks or views, to turn global ids into those of this rank."""
+def id_source(node: Node) -> Node | None:
+    """Return the ids that `node` shifts, wraps, masks or views, as for conversion to local ids, or None."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.is_floating_point():
         return None
@@ -119,10 +116,10 @@ def _node(argument: object) -> Node | None:
 
 
 def sort_key(match: BlockMatch) -> Node:
-    """The sort key of the rows: the ids behind the places of the rows, or behind the offsets of the GEMMs."""
+    """Return the ids by which the rows are sorted, found from the row indices or the offsets of the GEMMs."""
     first = match.gemms[0]
-    for start in (*_row_places(first.activations), first.key):
-        for node in _places_before(start):
+    for start in (*_row_indices(first.activations), first.key):
+        for node in _indices_before(start):
             if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
                 key = node.args[0]
                 assert isinstance(key, Node)
@@ -133,39 +130,36 @@ def sort_key(match: BlockMatch) -> Node:
     )
 
 
-def _row_places(rows: Node) -> Iterator[Node]:
-    """The places at which the rows of a block were looked up, those of the last lookup first."""
+def _row_indices(rows: Node) -> Iterator[Node]:
+    """Yield the indices with which the rows of a block were looked up, those of the last lookup first."""
     node: Node | None = rows
     while node is not None:
         if is_call(node, aten.index.Tensor, aten.index_select.default):
             yield from (used for used in node.all_input_nodes[1:] if not is_float(used))
-        node = is_row_move(node) or _laid_out(node)
+        node = row_source(node) or _unpadded(node)
 
 
-def _places_before(start: Node) -> Iterator[Node]:
-    """Yield what places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
+def _indices_before(start: Node) -> Iterator[Node]:
+    """Yield the ancestors of indices or counts, nearest first, but not beyond the scores from which a router chose."""
 
-    Behind those lies the rest of the model, and in it the blocks before this one.
-    """
-
-    def is_place(used: Node) -> bool:
-        # Counts may be floating numbers (histc); they were cast from ids.
+    def is_index(used: Node) -> bool:
+        # Counts may be floats (histc), cast from ids.
         return not is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
 
     def sorts_scores(node: Node) -> bool:
         return has_trait(node, Trait.SORT) and is_float(node.args[0])
 
-    before = walk.ancestors(start, follow=is_place, stop=sorts_scores, most=MOST_NODES)
+    before = walk.ancestors(start, follow=is_index, stop=sorts_scores, most=MOST_NODES)
     return (node for node in before if not sorts_scores(node))
 
 
 def row_weights(match: BlockMatch) -> Node:
-    """The weights by which the expert outputs are multiplied, row by row."""
+    """Return the weights [., 1] by which the expert outputs are multiplied. Raises NotThisForm without such weights."""
     for node in walk.descendants(match.gemms[-1].node, most=MOST_NODES):
         for user in filter(lambda user: is_call(user, aten.mul.Tensor), node.users):
-            others = [argument for argument in user.args if argument is not node]
-            if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
-                return others[0]
+            factors = [argument for argument in user.args if argument is not node]
+            if len(factors) == 1 and isinstance(factors[0], Node) and is_size(fake_value(factors[0]).shape[-1], 1):
+                return factors[0]
     raise NotThisForm(
         f"the results of {named(match.gemms[-1].node)} are not multiplied by weights [., 1] of their rows before "
         "they are added up"

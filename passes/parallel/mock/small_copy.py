@@ -145,7 +145,7 @@ class BlockCopier:
         small_local.copied, small_local.left_out = set(map(of, local.copied)), set(map(of, local.left_out))
         small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
         small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
-        small_local.end, small_local.after = of(local.end), set(map(of, local.after))
+        small_local.end, small_local.weighting = of(local.end), set(map(of, local.weighting))
         small_local.travelling = tuple(map(of, local.travelling))
         small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
         small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
@@ -153,7 +153,7 @@ class BlockCopier:
         small_local.sizes = {
             of(size): of(rows) if isinstance(rows, Node) else rows for size, rows in local.sizes.items()
         }
-        small_local.kept = {of(mask): of(masked) for mask, masked in local.kept.items()}
+        small_local.unmasked = {of(mask): of(masked) for mask, masked in local.unmasked.items()}
         mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
         return SmallCopy(mock, {self._nodes[node] for node in data if node in self._nodes})
 

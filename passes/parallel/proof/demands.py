@@ -1,4 +1,4 @@
-"""Demands of a contract: what a block gives in a mock run must equal what its form says."""
+"""Comparison of values in a mock run with those that the contract of a form demands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape:
         return False
     left, right = left.double(), right.double()
-    # To the bit is the rule, and faster to tell.
+    # Most are bit-identical, and that is faster to check.
     return torch.equal(left, right) or torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def demand(holds: bool, otherwise: str) -> None:
-    """Raises ContractBroken with the reason `otherwise`."""
-    if not holds:
-        raise ContractBroken(otherwise)
+def demand(condition: bool, reason: str) -> None:
+    """Raise ContractBroken with `reason` unless `condition` is True."""
+    if not condition:
+        raise ContractBroken(reason)

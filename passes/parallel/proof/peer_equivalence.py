@@ -1,14 +1,13 @@
-"""Prove that the local form of a parallel block computes what the block computes, by running both with mock peers.
+"""Compare a parallel block with its local form, by running both with mock peers.
 
-The block's nodes are run one by one on real numbers (mock_run.py), with every collective answered by a mock of
-the other ranks. What the mock answers follows the contract of the block's form, and what the block gives it must follow
-the contract too:
+The nodes of the block run one by one on real numbers (mock_run.py), and a mock of the other ranks answers every
+collective. The mock follows the contract of the block's form, and checks that the block does too:
 
-    all_to_all      a rank is sent, rank by rank, rows sorted by expert and how many there are of each expert; it sends
-                    back each row's output in the same place
-    partial sums    a rank adds up, for every token of every rank, what its own experts contribute
+    all_to_all      a rank receives from each rank rows sorted by expert, and the number of rows of each expert; it
+                    sends the outputs back in the same order
+    partial sums    a rank sums, for every token of every rank, the weighted outputs of this rank's experts
 
-Each rank proves its own graph, with its own constants, so together they prove the whole exchange.
+Each rank proves its own graph, with its own constants, so together they prove the complete exchange.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
 
 
 def check_run(run: MockRun) -> None:
-    """Raises ContractBroken where the block, or its local form, does not follow the contract in this run."""
+    """Raise ContractBroken if the block or its local form violates the contract in this run."""
     scenario = run.scenario
     try:
         if run.block.form.startswith("all_to_all"):
@@ -43,70 +42,64 @@ def check_run(run: MockRun) -> None:
     except NotThisForm:
         raise
     except Exception as error:
-        # A node that cannot run on the mock's numbers means that the guess about the block was wrong.
+        # A node that fails on the mock's numbers shows that the match was wrong.
         raise ContractBroken(f"with {scenario.name}, {why_it_stopped(error)}") from error
 
 
-# ----------------------------------------------------------------------------------------------------------- AllToAll
-
-
 def _check_exchange(run: MockRun) -> None:
-    """Check that what this rank sends, and what it sends back for the rows of others, follows the contract."""
+    """Check the rows that this rank sends, and the outputs that it returns for rows of other ranks."""
     block = run.block
     rows_node, counts_node = block.sources["rows"], block.sources.get("counts")
     pairs = run.mock.shape(rows_node)[0]
     capacity = None if block.form == "all_to_all" else pairs // block.experts
-    own = SentRows.draw(run, run.scenario.own, pairs, range(block.experts), capacity)
-    peers = [
+    own_rows = SentRows.draw(run, run.scenario.own, pairs, range(block.experts), capacity)
+    senders = [
         SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, pairs), block.own_experts, capacity)
         for peer in range(block.group.ranks)
     ]
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):
-        # What this rank has for itself is known to it here.
-        peers[block.group.rank] = own.part_of(block.own_experts, block.bounds, block.group.rank)
-    dispatch, *beside = block.dispatches
+        # After a gather of counts, the block may use its own counts for the rows that it sends to itself.
+        senders[block.group.rank] = own_rows.sent_to(block.own_experts, block.bounds, block.group.rank)
+    dispatch, *travelling = block.dispatches
     *counts, combine = (exchange for exchange in block.exchanges if exchange not in block.dispatches)
 
     def check_sizes(send: list[int], receive: list[int]) -> None:
-        demand(send == own.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
-        demand(receive == [len(part.rows) for part in peers], f"it expects rows in parts of {receive}")
+        demand(send == own_rows.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
+        demand(receive == [len(sender.rows) for sender in senders], f"it expects rows in parts of {receive}")
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         if collective.node in [exchange.node for exchange in counts]:
-            demand(equal(sent.reshape(-1), own.counts), "it sends counts that are not those of its rows")
+            demand(equal(sent.reshape(-1), own_rows.counts), "it sends counts that are not those of its rows")
             if collective.kind == "all_gather":
-                return torch.stack([part.all_counts for part in peers]).reshape(-1, *sent.shape[1:]).to(sent.dtype)
-            arriving = torch.stack([part.counts[block.own_experts.start : block.own_experts.stop] for part in peers])
+                return torch.stack([each.all_counts for each in senders]).reshape(-1, *sent.shape[1:]).to(sent.dtype)
+            arriving = torch.stack([each.counts[block.own_experts.start : block.own_experts.stop] for each in senders])
             unit = sent.numel() // max(1, sent.shape[0])
             demand(receive == [len(block.own_experts) // max(unit, 1)] * block.group.ranks, "it expects other counts")
             return arriving.reshape(-1, *sent.shape[1:]).to(sent.dtype)
         if collective.node is dispatch.node:
-            demand(equal(sent, own.rows), "it sends other rows than it counted")
+            demand(equal(sent, own_rows.rows), "it sends other rows than it counted")
             check_sizes(send, receive)
-            return torch.cat([part.rows for part in peers])
-        for number, exchange in enumerate(beside):
+            return torch.cat([sender.rows for sender in senders])
+        for number, exchange in enumerate(travelling):
             if collective.node is exchange.node:
-                demand(equal(sent, own.travelling[number]), "it sends something else beside its rows")
+                demand(equal(sent, own_rows.travelling[number]), "it sends something else beside its rows")
                 check_sizes(send, receive)
-                return torch.cat([part.travelling[number] for part in peers])
+                return torch.cat([sender.travelling[number] for sender in senders])
         if collective.node is combine.node:
-            expected = expert_outputs(run, peers)
+            expected = expert_outputs(run, senders)
             demand(equal(sent, expected), "it sends back other outputs than its experts' for the rows")
-            return expert_outputs(run, [own])
+            return expert_outputs(run, [own_rows])
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
-    values = {rows_node: own.rows, **dict(zip(block.travelling, own.travelling, strict=True))}
+    values = {rows_node: own_rows.rows, **dict(zip(block.travelling, own_rows.travelling, strict=True))}
     if counts_node is not None:
-        values[counts_node] = own.counts.view(run.mock.shape(counts_node))
+        values[counts_node] = own_rows.counts.view(run.mock.shape(counts_node))
     run.run_block(values, answer)
-    demand(equal(run.run_local_form(values), expert_outputs(run, [own])), "its local form gives something else")
-
-
-# ------------------------------------------------------------------------------------------------------- partial sums
+    demand(equal(run.run_local_form(values), expert_outputs(run, [own_rows])), "its local form gives something else")
 
 
 def _check_partial_sums(run: MockRun) -> None:
-    """Check that this rank adds the part of its own experts, for its own tokens and for those of others."""
+    """Check that this rank adds exactly the weighted outputs of its experts, for the tokens of all ranks."""
     block = run.block
     tokens, top_k = run.mock.shape(block.sources["ids"])
     ranks, own_rank = block.group.ranks, block.group.rank
@@ -115,18 +108,18 @@ def _check_partial_sums(run: MockRun) -> None:
     batches = [
         _Tokens.draw(run, tokens if rank == own_rank else most, top_k) for rank in range(ranks if gathered else 1)
     ]
-    own = batches[own_rank if gathered else 0]
+    own_tokens = batches[own_rank if gathered else 0]
     combine = block.exchanges[-1]
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         if collective.node is combine.node:
             partial = _weighted_outputs(run, _Tokens.joined(batches), block.own_experts)
-            parts = sent.split(most)
-            demand(len(parts) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
-            wanted = partial.split([len(batch.hidden) for batch in batches])
-            sent_rows = torch.cat([part[: len(rows)] for part, rows in zip(parts, wanted, strict=True)])
+            padded = sent.split(most)
+            demand(len(padded) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
+            expected = partial.split([len(batch.hidden) for batch in batches])
+            sent_rows = torch.cat([shard[: len(rows)] for shard, rows in zip(padded, expected, strict=True)])
             demand(equal(sent_rows, partial), "it does not add exactly its own experts' part")
-            total = _weighted_outputs(run, own, range(block.experts))
+            total = _weighted_outputs(run, own_tokens, range(block.experts))
             return F.pad(total, (0, 0, 0, most - tokens), value=torch.nan)
         if collective.kind == "all_reduce" and gathered:
             demand(collective.reduction == "max" and sent.numel() == 1, "it reduces something unknown")
@@ -136,16 +129,16 @@ def _check_partial_sums(run: MockRun) -> None:
             return _gather(sent, batches, own_rank, most)
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
-    values: Mapping[Node, Any] = {node: own.of(role) for role, node in block.sources.items()}
-    found = run.run_block(values, answer)
-    demand(equal(run.run_local_form(values), found), "its local form gives something else")
+    values: Mapping[Node, Any] = {node: own_tokens.of(role) for role, node in block.sources.items()}
+    result = run.run_block(values, answer)
+    demand(equal(run.run_local_form(values), result), "its local form gives something else")
 
 
 def _gather(sent: torch.Tensor, batches: Sequence[_Tokens], own_rank: int, most: int) -> torch.Tensor:
-    """All ranks' rows of the kind that this rank sends. Others bring `most` tokens, so none of theirs is padding."""
+    """Return the gathered rows of all ranks. Other ranks have `most` tokens, so only this rank sends padding."""
     for role in ("hidden", "ids", "weights"):
-        mine = getattr(batches[own_rank], role)
-        if sent.is_floating_point() == mine.is_floating_point() and equal(sent[: len(mine)], mine):
+        values = getattr(batches[own_rank], role)
+        if sent.is_floating_point() == values.is_floating_point() and equal(sent[: len(values)], values):
             demand(len(sent) == most, f"it gathers {len(sent)} rows of {role}, where {most} were agreed on")
             return torch.cat([sent if rank == own_rank else getattr(batch, role) for rank, batch in enumerate(batches)])
     raise ContractBroken("it gathers something that is neither tokens, nor their experts, nor their weights")
@@ -157,16 +150,16 @@ def _is_padded(block: ParallelBlock) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """One rank's tokens: hidden [n, H], ids [n, k], weights [n, k]."""
+    """The tokens of one rank: hidden [n, H], ids [n, k], weights [n, k]."""
 
     hidden: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
 
     def of(self, role: str) -> torch.Tensor:
-        """What the source of that role has; between the GEMMs weights travel with the rows."""
-        found: torch.Tensor = getattr(self, "weights" if role.startswith("travels_") else role)
-        return found
+        """Return the value of the source with `role`; weights used between the GEMMs have a role `travels_..`."""
+        value: torch.Tensor = getattr(self, "weights" if role.startswith("travels_") else role)
+        return value
 
     @staticmethod
     def draw(run: MockRun, tokens: int, top_k: int) -> _Tokens:
@@ -181,13 +174,13 @@ class _Tokens:
 
 
 def _weighted_outputs(run: MockRun, tokens: _Tokens, experts: range) -> torch.Tensor:
-    """The sum, weighted behind or within the experts, over those of each token's that are among `experts`."""
+    """Return for each token the sum of the weighted outputs of its chosen experts that are among `experts`."""
     ids, top_k = tokens.ids.reshape(-1), tokens.ids.shape[1]
     (pairs,) = ((ids >= experts.start) & (ids < experts.stop)).nonzero(as_tuple=True)
     rows, weights = tokens.hidden[pairs // top_k], tokens.weights.reshape(-1)[pairs]
     if run.block.travelling:
-        weighed = run.experts(rows, ids[pairs], [weights])
+        outputs = run.experts(rows, ids[pairs], [weights])
     else:
-        weighed = run.experts(rows, ids[pairs]) * weights.unsqueeze(-1)
-    total = torch.zeros(len(tokens.hidden), weighed.shape[1], dtype=torch.float64)
-    return total.index_add(0, pairs // top_k, weighed)
+        outputs = run.experts(rows, ids[pairs]) * weights.unsqueeze(-1)
+    total = torch.zeros(len(tokens.hidden), outputs.shape[1], dtype=torch.float64)
+    return total.index_add(0, pairs // top_k, outputs)

@@ -1,18 +1,18 @@
-"""Prove that what was written for a parallel block computes the same, for every number and every size.
+"""Prove that the local form of a parallel block computes the same as the block, for all values and sizes.
 
 Contract
-    in    a block, the local form that was written for it and its result
-    out   nothing where they are equal; NotThisForm or ContractBroken where they are not, where that cannot be told, and
-          where telling it would take more memory than `MOST_PROOF_BYTES`
+    in    a block, its local form, and the result of the local form
+    out   nothing if they are equal; NotThisForm or ContractBroken if they differ, if the proof fails, and if it would
+          take more memory than `MOST_PROOF_BYTES`
 
 Pseudo-code
-    the activation function treats every row alone (row_flow), so any function of a row stands for it
-    data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (value_ranges)
-    a number of tokens that is computed from other sizes gets a symbol of its own (own_symbol)
-    make a small copy of the block: few tokens, slots and features (small_copy)
-    where none can be made: the block as it was captured, if that fits in memory
+    check that the activation function computes rows independently, and replace it by functions of a row (row_flow)
+    check that data is only moved, weighted and added (data_flow); give ranges to indices and sizes (value_ranges)
+    give a separate symbol to a number of tokens that is computed from other sizes (own_symbol)
+    make a small copy of the block, with few tokens, slots and features (small_copy)
+    if that fails, take the captured block, provided that it fits in memory
     run it with mock peers, in every scenario, and with every expert chosen (peer_equivalence)
-    look whether the runs met the demands
+    check that the runs met the demands of the ranges
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ MOST_PROOF_BYTES = 2**30
 
 
 def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> None:
-    """Raises ContractBroken or NotThisForm where `result`, the local form that was written, is not what the block
-    computes, and where that cannot be told for every number and every size."""
+    """Raise ContractBroken or NotThisForm unless `result` is proved equal to the result of the block."""
     functions = row_functions(local)
     data = data_nodes(block, local)
-    # The compiler runs in fake mode; these numbers, and the constants of the graph, are real.
+    # The compiler runs in fake mode, but mock runs compute real numbers.
     with unset_fake_temporarily(), torch.no_grad():
-        own = with_own_symbol(MockBlock(block, local, result, functions), data)
-        _prove_for_all_sizes(own.mock, own.data)
+        renamed = with_own_symbol(MockBlock(block, local, result, functions), data)
+        _prove_for_all_sizes(renamed.mock, renamed.data)
 
 
 def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
@@ -84,7 +83,7 @@ def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
 
 
 def _check_room(mock: MockBlock, reason: NoSmallCopy) -> None:
-    """Raises NotThisForm where the block, as it was captured, is too large to run."""
+    """Raise NotThisForm if the captured block is too large to run."""
     needed = run_bytes(mock)
     if needed > MOST_PROOF_BYTES:
         raise NotThisForm(
@@ -94,7 +93,7 @@ def _check_room(mock: MockBlock, reason: NoSmallCopy) -> None:
 
 
 def _with_every_id(mock: MockBlock) -> Iterator[Scenario]:
-    """Runs in which every expert is chosen, or as many experts as `MOST_RUNS` take."""
+    """Yield scenarios in which every expert is chosen, or as many experts as fit in `MOST_RUNS` runs."""
     sources = mock.block.sources
     if "ids" not in sources:
         return

@@ -1,4 +1,4 @@
-"""Every row goes through the activation function alone: followed node by node.
+"""Check, node by node, that the activation function computes every row independently.
 
 May import parallel/local_form, rows, graph, ops, ir.
 """

@@ -1,23 +1,22 @@
-"""Every row of the experts goes through the activation function alone.
+"""Check that the activation function of the experts computes every row independently.
 
 Contract
-    in    a local form that was written for a block: of the activation function it knows the nodes that it repeats
-    out   what is known of these, on both sides (RowFlow); NotThisForm, naming the operation and what to do, where what
-          comes out of a row may depend on other rows, on how many there are, or on the place of a row
+    in    a local form, which knows the nodes of the activation function that it repeats
+    out   the layouts of the rows in these nodes, in the block and in the local form (RowFlow). NotThisForm, with the
+          operation and advice, if the result for a row may depend on other rows, their number, or the row's position
 
-The local form brings other rows together than the block does: a rank's own, of all experts, instead of all ranks', of
-its own experts. So the nodes that it repeats compute the same only if every row is treated alone. They are followed
-from the GEMMs' results, and it is known of every value in which of its dimensions the rows lie
-(row_layout.py). An operation that is not known to leave rows apart is refused. A value without rows is a
-constant: the same in the block and in the local form, and on all ranks that have the same text of it
-(experts_text.py). A size that depends on the number of rows may say how long something is, and nothing else.
-A number in the arguments of a node may be the number of the block's rows, so that its copy does something else with
-other rows: the features of a row must lie in the same dimensions on both sides, node by node (`check_equal_flow`).
-A mask that the local form does without (LocalForm.left_out) must take or leave whole rows; which ones, the mock runs
-tell.
+The block computes rows of all ranks for this rank's experts, the local form rows of this rank for all experts. The
+repeated nodes give equal results only if every row is independent. The check follows the rows from the results of the
+GEMMs, and knows for every value which dimensions hold the rows (row_layout.py):
+    an operation that is not known to keep rows separate is refused
+    a value without rows is a constant, equal in the block, in the local form, and on all ranks (experts_text.py)
+    a size that depends on the number of rows may be the size of a tensor, and nothing else
+    in each node, the features of a row must have the same dimensions in the block and in the local form, because a
+    number among its arguments may be the block's number of rows (`check_equal_flow`)
+    a mask that the local form omits (LocalForm.left_out) must mask whole rows; mock runs test which ones
 
-Since the activation function is then one function of a row, the same on both sides, its formula does not matter to the
-proof: mock runs put another one in its place, which no row leaves as another does (mock_run.py).
+The activation function is then one function of a row. The proof does not depend on its formula, so mock runs use
+another function, with different results for different rows (mock_run.py).
 """
 
 from __future__ import annotations
@@ -36,64 +35,57 @@ from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.rows.row_layout import Layout, no_rows
-from moepass.passes.rows.row_rules import (
-    Layouts,
-    Place,
-    RowRules,
-    any_rows,
-    fits,
-    has_symbols,
-    is_flat,
-)
+from moepass.passes.rows.row_rules import Layouts, Place, RowRules, any_rows, fits, has_symbols, is_flat
 
 aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
 class RowFlow:
-    """What is known of one activation function: the block's, or its copy in the local form.
+    """The rows in the activation function of the block, or in its copy in the local form.
 
-    `layouts` tell where the rows lie in everything that descends from them, `starts` included. `places` are the
-    numbers in the arguments of nodes that count rows, as how many of each row. `sizes` are numbers that the graph
-    computes from how many rows there are, `whole` are cuts of rows that leave all of them.
+    Attributes:
+        layouts: the layouts of the inputs and of all values computed from them
+        places: the places of numbers of rows in the arguments of a node, each with its factor, per row
+        sizes: the sizes that are computed from the number of rows
+        full_slices: the slices along the rows that keep all rows
     """
 
     layouts: Mapping[Node, Layouts]
     places: Mapping[Node, Mapping[Place, int]]
     sizes: frozenset[Node]
-    whole: frozenset[Node]
+    full_slices: frozenset[Node]
 
     def has_rows(self, node: Node) -> bool:
         return any_rows(self.layouts.get(node))
 
 
 def flow_in_block(local: LocalForm) -> RowFlow:
-    """The rows of the block's own activation function. Raises NotThisForm."""
-    inside = [node for node in local.block.region if node in local.copied or node in local.kept]
-    return _Walk(local.starts, local.kept, {}, local.sizes).follow(
-        inside, [local.block.down.activations, *([local.end] if local.after else [])]
+    """Follow the rows through the block's activation function. Raises NotThisForm."""
+    nodes = [node for node in local.block.region if node in local.copied or node in local.unmasked]
+    return _Walk(local.starts, local.unmasked, {}, local.sizes).follow(
+        nodes, [local.block.down.activations, *([local.end] if local.weighting else [])]
     )
 
 
 def flow_in_local_form(local: LocalForm) -> RowFlow:
-    """The rows of its copy. Raises NotThisForm."""
+    """Follow the rows through the copy of the activation function in the local form. Raises NotThisForm."""
     down = len(local.block.gemms) - 1
     results: list[Any] = [node.args[0] for node, number in local.gemms.items() if number == down]
-    results += [local.outputs] if local.after else []
+    results += [local.outputs] if local.weighting else []
     copied = [node for node in local.written if node in local.copies]
     sizes = (size for size in local.sizes.values() if isinstance(size, Node))
     return _Walk(local.starts.values(), {}, local.copies, sizes).follow(copied, results)
 
 
 def check_equal_flow(of_block: RowFlow, of_local_form: RowFlow, copies: Mapping[Node, Node]) -> None:
-    """Both do the same to each row: of every node and its copy, the features of a row lie in the same places.
+    """Raise NotThisForm if the features of a row have other dimensions in a node than in its copy.
 
-    A number in the arguments of a node may be that of the rows which the block has, and something else where there are
-    others: a view by 20 of 20 rows, first features, then rows, is one of features by rows, of 10 rows it is none.
-    Raises NotThisForm.
+    A number among the arguments may be the block's number of rows: in a view to [features, 20] of 20 rows the rows are
+    last, but not in the same view of 10 rows.
     """
     for copy, origin in copies.items():
-        if _of_a_row(of_block, origin) != _of_a_row(of_local_form, copy):
+        if _row_shape(of_block, origin) != _row_shape(of_local_form, copy):
             raise NotThisForm(
                 f"between its GEMMs {named(origin)} has {_shape(origin)} in the block and {_shape(copy)} where this "
                 "rank runs its rows through all experts, which are not the same features of a row; expected sizes that "
@@ -101,8 +93,8 @@ def check_equal_flow(of_block: RowFlow, of_local_form: RowFlow, copies: Mapping[
             )
 
 
-def _of_a_row(flow: RowFlow, node: Node) -> tuple[Any, ...]:
-    """None in it for what has no rows."""
+def _row_shape(flow: RowFlow, node: Node) -> tuple[Any, ...]:
+    """Return the shape of one row in each value of `node`, and None for values without rows."""
     layouts = several(flow.layouts.get(node))
     return tuple(layout.of_a_row if layout is not None and layout.has_rows else None for layout in layouts)
 
@@ -114,14 +106,10 @@ def _shape(node: Node) -> str:
 
 class _Walk(RowRules):
     def __init__(
-        self,
-        starts: Iterable[Node],
-        kept: Mapping[Node, Node],
-        copies: Mapping[Node, Node],
-        sizes: Iterable[Node],
+        self, starts: Iterable[Node], unmasked: Mapping[Node, Node], copies: Mapping[Node, Node], sizes: Iterable[Node]
     ) -> None:
         super().__init__(starts, copies)
-        self._kept = kept
+        self._unmasked = unmasked
         self._sizes = set(sizes)
 
     def follow(self, nodes: Iterable[Node], results: Iterable[Any]) -> RowFlow:
@@ -131,16 +119,14 @@ class _Walk(RowRules):
         for result in results:
             layout = self._layout(result)
             if not layout.is_by_row:
-                self._refuse(result, "gives the next GEMM no row for each of its rows")
+                self._refuse(result, "does not give the next GEMM one row for each row")
         for node, (places, readers) in self._made.items():
             if readers == set(node.users):
                 self._places[node] = places
         return RowFlow(self._layouts, self._places, frozenset(self._sizes), frozenset(self._whole))
 
-    # --------------------------------------------------------------------------------------------------------- steps
-
     def _step(self, node: Node) -> None:
-        if node in self._kept:
+        if node in self._unmasked:
             self._layouts[node] = self._masked(node)
             return
         self._check_operator(node)
@@ -151,11 +137,11 @@ class _Walk(RowRules):
         if has_trait(node, Trait.FILL) or not any(map(self._has_rows, node.all_input_nodes)):
             self._constant(node)
             return
-        self._layouts[node] = found = self.with_rows(node)
+        self._layouts[node] = layouts = self.with_rows(node)
         values = fake_value(node)
-        for layout, value in zip(several(found), several(values), strict=True):
-            # Of several values, one that cannot be followed may be one that nobody reads.
-            if layout is None and found is not None:
+        for layout, value in zip(several(layouts), several(values), strict=True):
+            # One of several values may have an unknown layout, as long as nothing reads it.
+            if layout is None and layouts is not None:
                 continue
             if layout is None or not fits(layout, value):
                 self._refuse(node, "gives rows in a way that cannot be followed")
@@ -168,19 +154,18 @@ class _Walk(RowRules):
         if not is_known and getattr(target, "__module__", "") not in ("_operator", "torch"):
             self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
         if draws_random_numbers(node):
-            self._refuse(node, "draws random numbers, other ones for other rows")
+            self._refuse(node, "draws random numbers, which differ between the block and its local form")
 
     def _size(self, node: Node) -> None:
-        """A number that the graph computes."""
-        of_rows = any(map(self._has_rows, node.all_input_nodes))
-        if of_rows and operation(node) not in ("sym_size.int", "sym_numel"):
+        reads_rows = any(map(self._has_rows, node.all_input_nodes))
+        if reads_rows and operation(node) not in ("sym_size.int", "sym_numel"):
             self._refuse(node, "makes a number of all rows")
         is_symbol = isinstance(fake_value(node), torch.SymInt) and operation(node).startswith("sym_")
         if is_symbol or any(used in self._sizes for used in node.all_input_nodes):
             self._sizes.add(node)
 
     def _check_sizes(self, node: Node) -> None:
-        """What depends on the number of rows says how long something is, and nothing else."""
+        """Refuse a node that uses the number of rows other than as a size of its result."""
         if not any(used in self._sizes for used in node.all_input_nodes):
             return
         counted = {("slice", "end"), ("native_group_norm", "N")}
@@ -209,14 +194,14 @@ class _Walk(RowRules):
             self._uniform.add(node)
 
     def _masked(self, node: Node) -> Layout:
-        """A mask that the local form does without."""
-        source = self._kept[node]
+        """Return the layout of a mask that the local form omits."""
+        source = self._unmasked[node]
         layout = self._layout(source)
-        choice = node.args[1] if is_call(node, aten.masked_fill.Scalar) else node.args[0]
-        fills = [value for value in node.args if isinstance(value, Node) and value not in (source, choice)]
-        shape = fake_value(choice).shape  # type: ignore[arg-type]
+        condition = node.args[1] if is_call(node, aten.masked_fill.Scalar) else node.args[0]
+        fills = [value for value in node.args if isinstance(value, Node) and value not in (source, condition)]
+        shape = fake_value(condition).shape  # type: ignore[arg-type]
         by_row = len(shape) in (0, len(layout.dimensions)) and all(
-            is_flat(choice, dim)  # type: ignore[arg-type]
+            is_flat(condition, dim)  # type: ignore[arg-type]
             for dim in range(1, len(shape))
         )
         if not by_row or not layout.is_by_row or not fits(layout, fake_value(node)):
@@ -224,5 +209,5 @@ class _Walk(RowRules):
         for fill in fills:
             dims = range(fake_value(fill).dim())
             if not has_trait(fill, Trait.FILL) and not all(is_flat(fill, dim) for dim in dims):
-                self._refuse(node, "puts something other than one number in the place of the rows that it masks")
+                self._refuse(node, "replaces the rows that it masks by more than one number")
         return layout

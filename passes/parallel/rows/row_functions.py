@@ -1,12 +1,11 @@
-"""The activation function of a block's experts as functions of a row, whose formulas do not matter.
+"""Replacement of the activation function by arbitrary functions of a row, for mock runs.
 
 Contract
-    in    a local form, whose activation function treats every row alone (row_flow.py); else NotThisForm
-    out   for each node of it, in the block and in the local form, which function of which rows it is
+    in    a local form whose activation function computes every row independently (row_flow.py); else NotThisForm
+    out   for each node of the activation function, in the block and in the local form, its function and operands
 
-What the block and its local form compute beside the experts is a matter of where rows go. It is proved with any
-function of a row in the place of each node: the real one may be 0 on all numbers of a mock run, or do something else in
-a few features than in many, and then rows that went wrong would not show.
+A proof must show that each row goes to the right expert and back. The model's own function could hide an error: it may
+be 0 on all numbers of a mock run, or need more features than a small copy has.
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class RowFunctions:
-    """Nodes of the activation function, those of the block and those of the local form.
+    """The nodes of the activation function, in the block and in the local form.
 
-    `calls` give for a node the number of its function, the same for a node and its copy, and what that reads.
-    `masks` give what a mask that the local form does without masks, `counts` what a size counts the rows of.
-    All other nodes are `constants`, which nothing but these functions reads. `outputs` are computed behind the experts,
-    as wide as what these give.
+    Attributes:
+        calls: by node, the number of its function, equal for a node and its copy, and the operands with rows
+        masks: by mask that the local form omits, the masked operand
+        counts: by size that is the number of rows, the tensor with these rows
+        constants: all other nodes, which only these functions read
+        outputs: the nodes that weight the experts' outputs, and have their width
     """
 
     calls: Mapping[Node, tuple[int, tuple[Node, ...]]]
@@ -44,13 +45,13 @@ class RowFunctions:
     outputs: frozenset[Node] = frozenset()
 
     def replaces(self, node: Node) -> bool:
-        """True where a value has another shape than the node's."""
+        """Return whether mock runs replace the value of `node` by one of another shape."""
         return node in self.calls or node in self.constants or node in self.masks
 
     def mapped(self, of: Callable[[Node], Node]) -> RowFunctions:
-        """The same of other nodes."""
+        """Return the same functions for the nodes `of(node)`."""
         return RowFunctions(
-            {of(node): (number, tuple(map(of, read))) for node, (number, read) in self.calls.items()},
+            {of(node): (number, tuple(map(of, operands))) for node, (number, operands) in self.calls.items()},
             {of(node): of(source) for node, source in self.masks.items()},
             {of(node): of(source) for node, source in self.counts.items()},
             frozenset(map(of, self.constants)),
@@ -59,7 +60,7 @@ class RowFunctions:
 
 
 def row_functions(local: LocalForm) -> RowFunctions:
-    """Raises NotThisForm where rows are not treated alone."""
+    """Return the functions of the nodes of the activation function. Raises NotThisForm if rows are not independent."""
     calls: dict[Node, tuple[int, tuple[Node, ...]]] = {}
     counts: dict[Node, Node] = {}
     constants: set[Node] = set()
@@ -69,59 +70,54 @@ def row_functions(local: LocalForm) -> RowFunctions:
     check_equal_flow(of_block, of_local_form, local.copies)
     for flow, nodes in ((of_block, in_block), (of_local_form, iter(local.copies.items()))):
         for node, origin in nodes:
-            read = tuple(used for used in nodes_in((node.args, node.kwargs)) if flow.has_rows(used))
+            operands = tuple(used for used in nodes_in((node.args, node.kwargs)) if flow.has_rows(used))
             if flow.has_rows(node):
-                calls[node] = (numbers[origin], read)
+                calls[node] = (numbers[origin], operands)
             elif _counts_rows(node, flow):
-                counts[node] = read[0]
+                counts[node] = operands[0]
             else:
                 constants.add(node)
-    # A mask of a GEMM's own results runs as it is.
-    masks = {node: source for node, source in local.kept.items() if source in calls}
+    # A mask directly on the results of a GEMM is not replaced in mock runs.
+    masks = {node: source for node, source in local.unmasked.items() if source in calls}
     for node in local.block.region:
-        if local.kept.get(node) in masks:
-            masks[node] = local.kept[node]
-    outputs = {node for node in calls if node in local.after or local.copies.get(node) in local.after}
+        if local.unmasked.get(node) in masks:
+            masks[node] = local.unmasked[node]
+    outputs = {node for node in calls if node in local.weighting or local.copies.get(node) in local.weighting}
     return RowFunctions(calls, masks, counts, frozenset(constants), frozenset(outputs))
 
 
 def _counts_rows(node: Node, flow: RowFlow) -> bool:
     if node not in flow.sizes or operation(node) != "sym_size.int":
         return False
-    given = named_arguments(node)
-    layout: Any = flow.layouts.get(given["self"])
-    return layout is not None and [part.share for part in layout.dimensions[given["dim"]]] == [()]
+    arguments = named_arguments(node)
+    layout: Any = flow.layouts.get(arguments["self"])
+    return layout is not None and [factor.share for factor in layout.dimensions[arguments["dim"]]] == [()]
 
 
-# ---------------------------------------------------------------------------------------------------------- in a run
-
-
-def function_of_rows(number: int, read: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Function `number` of each row of `read`, each [rows, .]: [rows, `width`].
-
-    No row leaves it as another one does, and none as zeros. What is no number stays so.
-    """
+def function_of_rows(number: int, operands: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Return nonzero results [rows, width] of function `number` that differ by row of `operands`, each [rows, .]."""
     generator = torch.Generator().manual_seed(number)
-    sums = torch.zeros(len(read[0]), 1, dtype=torch.float64)
-    for rows in read:
+    sums = torch.zeros(len(operands[0]), 1, dtype=torch.float64)
+    for rows in operands:
         rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
         sums += (rows.double() @ torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)).unsqueeze(-1)
+    # NaN in a row stays NaN.
     factors, shift = torch.randn(2, width, generator=generator, dtype=torch.float64)
     outputs: torch.Tensor = (sums * factors + shift).sin_()
     return outputs
 
 
 def masked_rows(node: Node, source: Node, value_of: Callable[[Node], Any]) -> torch.Tensor:
-    """`node`, which masks whole rows of `source`, where a function of rows stands for that."""
+    """Return the result of `node`, which masks whole rows of `source`, if `source` has been replaced."""
     rows: torch.Tensor = value_of(source)
-    given = named_arguments(node)
+    arguments = named_arguments(node)
     is_fill = is_call(node, aten.masked_fill.Scalar)
-    choice = value_of(given["mask" if is_fill else "condition"])
-    other = given["value" if is_fill else "self" if given["other"] is source else "other"]
-    fill = value_of(other) if isinstance(other, Node) else other
+    condition = value_of(arguments["mask" if is_fill else "condition"])
+    argument = arguments["value" if is_fill else "self" if arguments["other"] is source else "other"]
+    fill = value_of(argument) if isinstance(argument, Node) else argument
     if isinstance(fill, torch.Tensor):
-        fill = fill.reshape(-1)[:1].double()  # one number everywhere
-    takes_fill = choice if is_fill or given["other"] is source else ~choice
-    takes_fill = takes_fill.reshape(()) if choice.dim() == 0 else takes_fill.reshape(len(choice), -1)[:, :1]
+        fill = fill.reshape(-1)[:1].double()  # all elements are equal
+    takes_fill = condition if is_fill or arguments["other"] is source else ~condition
+    takes_fill = takes_fill.reshape(()) if condition.dim() == 0 else takes_fill.reshape(len(condition), -1)[:, :1]
     masked: torch.Tensor = torch.where(takes_fill, fill, rows)
     return masked

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from moepass.models.reference.collectives import gather_rows
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
-from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
+from moepass.passes.parallel.match.gathered_masks import replace_gathered_masks
 from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.readable_refusals import check_readable
 from tests.helpers.graphs.simulated_ranks import (
@@ -109,7 +109,7 @@ def _is_mask(node: torch.fx.Node) -> bool:
 
 def _looked_up(module: GraphModule) -> GraphModule:
     changed = copy_graph_module(module)
-    lookups, reasons = look_up_gathered_masks(changed.graph, ())
+    lookups, reasons = replace_gathered_masks(changed.graph, ())
     assert reasons == {}
     assert [lookup.gather in changed.graph.nodes for lookup in lookups] == [True]
     assert not any(map(_is_mask, changed.graph.nodes))
@@ -191,7 +191,7 @@ def test_other_selections_are_unchanged(name: str) -> None:
     module = captured_ranks(choose, select, _columns)[0].module
     changed = copy_graph_module(module)
     before = [(node.name, node.target) for node in changed.graph.nodes]
-    lookups, reasons = look_up_gathered_masks(changed.graph, ())
+    lookups, reasons = replace_gathered_masks(changed.graph, ())
     ((node, reason),) = reasons.items()
     assert lookups == []
     assert _is_mask(node)
@@ -219,7 +219,7 @@ def test_gathers_are_removed_unless_masks_have_other_readers(is_read: bool) -> N
     if not is_read:
         output = graph.output_node()
         output.args = (output.args[0][:-1],)  # type: ignore[index]
-    lookups, reasons = look_up_gathered_masks(graph, ())
+    lookups, reasons = replace_gathered_masks(graph, ())
     gathered = [
         fake_value(collective.input).shape[1]
         for collective in map(collective_of, graph.nodes)
@@ -278,4 +278,4 @@ def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
 def test_masks_of_refused_blocks_are_unchanged() -> None:
     module = copy_graph_module(captured_ranks(whole, masked, _columns)[0].module)
     (mask,) = filter(_is_mask, module.graph.nodes)
-    assert look_up_gathered_masks(module.graph, {mask.name}) == ([], {})
+    assert replace_gathered_masks(module.graph, {mask.name}) == ([], {})

@@ -405,7 +405,7 @@ def test_reads_of_exchanged_values_are_named(dynamic: bool) -> None:
 def test_another_size_is_named(form: str) -> None:
     reason = _refusal(form, lambda _, g, u: g * u * torch.ones(g.shape[0] // 2 + 1).sum())
     assert "reads a size" in reason
-    assert "no multiple of how many rows of its experts there are" in reason
+    assert "is not a multiple of the number of its experts' rows" in reason
 
 
 @pytest.mark.slow

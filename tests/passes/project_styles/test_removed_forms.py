@@ -117,7 +117,7 @@ class LowRankModules(SlicesOfModules):
     ("layer", "reason"),
     [
         (IdsTravel, "such as the ids of their experts; expected rows that are sorted by expert"),
-        (CountedSlots, "exchanges as many slots as constants say"),
+        (CountedSlots, "exchanges a constant number of slots"),
         (LowRankModules, "matrices of low rank"),
     ],
 )
