@@ -6,8 +6,8 @@ Contract
           reshapes a growing dimension by a constant that is not a structural number of the block; or if it computes
           a size that is not a sum of known sizes, each multiplied by a structural number
 
-In every run with fewer rows, `rows[:5000]` is all rows, and so is `x.repeat(5000).view(-1, 5000)[0]`. Structural
-numbers are factors by which every run repeats its tokens: ranks, experts per token, and their product.
+In every run with fewer than 5000 rows, `rows[:5000]` and `x.repeat(5000).view(-1, 5000)[0]` have all of them.
+Structural numbers are factors by which every run repeats its tokens: ranks, experts per token, and their product.
 """
 
 from __future__ import annotations

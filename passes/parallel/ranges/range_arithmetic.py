@@ -72,7 +72,7 @@ class RangeArithmetic:
     def compared(self, node: Node, kind: str) -> Range:
         """Return the range of a comparison, and require that mock runs try both results of it."""
         left, right = self.operands(node)
-        self._check_meeting(node, left, right)
+        self._check_operands(node, left, right)
         if left.mixed or right.mixed:
             raise NotThisForm(f"{node.name} ({node.target}) compares several sizes at once; compare one by one")
         outcome = decide(kind, left, right)
@@ -113,7 +113,7 @@ class RangeArithmetic:
             self.refuse_constant(node, "adds a multiple of", factor)
         if node.args[0] is node.args[1] and (factor == 1) == (base == "sub"):
             return Range(0, 0)
-        self._check_meeting(node, left, right)
+        self._check_operands(node, left, right)
         right = right if (factor == 1) == (base == "add") else right.negated()
         total = computed(left.low + right.low, left.high + right.high, left, right)
         if not total.grows:
@@ -167,7 +167,7 @@ class RangeArithmetic:
             idle = not values.grows and (result.low, result.high) == (values.low, values.high)
             for bound in bounds:
                 if bound.kind is not Kind.FIXED or not (bound.small or (idle and bound.uniform)):
-                    self.refuse_constant(node, "bounds a place or a size by", bound.high)
+                    self.refuse_constant(node, "bounds an index or a size by", bound.high)
         return result
 
     def bounds_of(self, node: Node, arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -183,12 +183,12 @@ class RangeArithmetic:
         left, right = self.operands(node)
         if not right.uniform or right.kind is not Kind.FIXED or right.low <= 0 or not right.integral:
             raise NotThisForm(
-                f"{node.name} ({node.target}) divides an index or a size by no positive integer; {CHANGE}"
+                f"{node.name} ({node.target}) divides an index or a size, but not by a positive integer; {CHANGE}"
             )
         divisor, is_remainder = right.low, has_trait(node, Trait.REMAINDER)
         # Repeated quotients would be 0 up to a large number of tokens.
         if left.kind > Kind.BY_EXPERT and divisor != 1 and (left.divisor != 1 or divisor not in self._divisors(left)):
-            self.refuse_constant(node, "divides a place or a size by", divisor)
+            self.refuse_constant(node, "divides an index or a size by", divisor)
         if is_remainder:
             unchanged = left.low >= 0 and left.high < divisor
             remainder = computed(0, divisor - 1, left)
@@ -214,7 +214,7 @@ class RangeArithmetic:
             raise NotThisForm(f"{node.name} ({node.target}) computes with uninitialised memory; fill all of it")
         return left, right
 
-    def _check_meeting(self, node: Node, left: Range, right: Range) -> None:
+    def _check_operands(self, node: Node, left: Range, right: Range) -> None:
         if left.grows:
             self.check_constant(node, right)
         if right.grows:

@@ -1,6 +1,6 @@
 """Ranges of sums and counts, and how often a sum may count the same tokens.
 
-A sum over a fixed number of elements multiplies what was added to each element, and elements that are copies.
+A sum over a fixed number of elements multiplies constants that were added to each of them, and copies of elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.ranges.growing_sizes import CHANGE, grows_in_size, size_along
-from moepass.passes.parallel.ranges.joint_truths import is_single
+from moepass.passes.parallel.ranges.joint_masks import is_single
 from moepass.passes.parallel.ranges.range_arithmetic import RangeArithmetic
 from moepass.passes.parallel.ranges.value_range import ANYTHING, COUNT, Kind, Range, growing, joined
 

@@ -1,4 +1,4 @@
-"""Ranges of the indices and sizes that a graph computes: their bounds, and what they depend on."""
+"""Ranges of the indices and sizes that a graph computes: their bounds and dependences."""
 
 from __future__ import annotations
 
