@@ -92,7 +92,7 @@ def _check_expression(node: Node, structural: Collection[int], tokens: Collectio
             term_text = f"in which {'one' if term.is_Symbol else 'a product of some'} counts {times} times"
         raise NotThisForm(
             f"{node.name} ({node.target}) is a sum of sizes {term_text}, which may matter only for more tokens than "
-            f"mock runs have; {CHANGE}"
+            f"sample runs have; {CHANGE}"
         )
 
 
@@ -114,7 +114,7 @@ def size_along(node: Node, shape: Any, dim: Any) -> Any:
 def _refuse(node: Node, does: str, constant: int) -> None:
     raise NotThisForm(
         f"{node.name} ({node.target}) {does} the constant {constant} what has no fixed size; a run may pass it "
-        f"although no mock run did; {CHANGE}"
+        f"although no sample run did; {CHANGE}"
     )
 
 

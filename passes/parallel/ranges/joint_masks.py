@@ -179,7 +179,7 @@ class JointMasks:
             if missing:
                 side = {-1: "below its bounds", 0: "within its bounds", 1: "above its bounds"}[min(missing)]
                 raise NotThisForm(
-                    f"{node.name} ({node.target}) bounds a value that was never {side} in mock runs, and may be with "
+                    f"{node.name} ({node.target}) bounds a value that was never {side} in sample runs, and may be with "
                     "other numbers of tokens; let nothing between the collectives of the experts depend on it"
                 )
         for node, seen in self._by_element.items():
@@ -188,7 +188,7 @@ class JointMasks:
                     number = int((~elements).flatten().nonzero()[0])
                     raise NotThisForm(
                         f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are selected or "
-                        f"counted, and element {number} was {outcome} in no mock run; let nothing between the "
+                        f"counted, and element {number} was {outcome} in no sample run; let nothing between the "
                         "collectives of the experts depend on it"
                     )
         for node, joint in self._joint_values.items():
@@ -265,7 +265,7 @@ class JointMasks:
             if use.state is State.MOVED and not all(is_single(second.mask) for second in independent):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) depends on {_names(uses)}; {use.mask.name} was moved in between, so "
-                    f"it is unknown which combinations mock runs have tried; {_CHANGE}"
+                    f"it is unknown which combinations sample runs have tried; {_CHANGE}"
                 )
         self._joint_values[node] = _JointValues(ordered)
         self._watched.update(use.mask for use in uses)
@@ -314,7 +314,7 @@ class JointMasks:
             if tuple(outcomes[index] for index in range(len(joint.masks))) not in joint.seen:
                 values_text = ", ".join(f"{use.mask.name} = {outcomes[index]}" for index, use in enumerate(joint.masks))
                 raise NotThisForm(
-                    f"{node.name} ({node.target}) depends on several masks, and no mock run had {values_text} "
+                    f"{node.name} ({node.target}) depends on several masks, and no sample run had {values_text} "
                     f"together; other numbers of tokens may; {_CHANGE}"
                 )
 

@@ -230,7 +230,7 @@ class RangeArithmetic:
     def refuse_constant(node: Node, does: str, constant: float) -> None:
         """Raise NotThisForm because `node` `does` something with `constant`, which may be a threshold."""
         raise NotThisForm(
-            f"{node.name} ({node.target}) {does} the constant {constant:g}, which a run may pass although no mock run "
+            f"{node.name} ({node.target}) {does} the constant {constant:g}, which a run may pass and no sample run "
             f"did; {CHANGE}"
         )
 

@@ -98,7 +98,7 @@ class TriedValues:
                 if not bool(seen.all()):
                     missing = int((~seen).nonzero()[0]) + self._first[node]
                     raise NotThisForm(
-                        f"{node.name} ({node.target}) may be {missing}, which it was in no mock run; compile with "
+                        f"{node.name} ({node.target}) may be {missing}, which it was in no sample run; compile with "
                         "more tokens, so that every expert can be tried"
                     )
             for node, outcomes in self._masks.items():
@@ -116,6 +116,6 @@ class TriedValues:
                 against = f" for the constant {values.expand(missing.shape)[missing].flatten()[0].item():g}"
         if bool(missing.any()):
             raise NotThisForm(
-                f"{node.name} ({node.target}) had the same result{against} in all mock runs, and may have another one "
+                f"{node.name} ({node.target}) had the same result{against} in all sample runs, and may have another "
                 "with other numbers of tokens; let nothing between the collectives of the experts depend on it"
             )

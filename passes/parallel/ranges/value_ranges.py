@@ -291,7 +291,7 @@ class ValueRanges(RangeSums):
             elements = 1 if grows_in_size(index) else fake_value(index).numel()
             if values.grows and isinstance(size, int) and not self.is_of_tokens(elements):
                 raise NotThisForm(
-                    f"{node.name} ({node.target}) takes {elements} of {size} elements by sizes, and mock runs do not "
+                    f"{node.name} ({node.target}) takes {elements} of {size} elements by sizes, and sample runs do not "
                     f"try every order of these; {CHANGE}"
                 )
 
