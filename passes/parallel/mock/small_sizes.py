@@ -56,7 +56,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """The growing size, a number of tokens or slots with `rows` rows each, and `factors` by which blocks multiply it."""
+    """The growing size, a number of tokens or slots with `rows` rows each, and `factors` by which it is multiplied."""
 
     captured: int
     small: int
