@@ -60,7 +60,7 @@ class _Path:
 
 
 class ReplicatedValues:
-    """Origins of values in one graph, for the ranks of one process group. Nodes before them must not change any more."""
+    """Origins of values in one graph, for the ranks of one process group. Nodes before them must not change."""
 
     def __init__(self, graph: Graph, group_name: str) -> None:
         self._group_name = group_name
@@ -181,7 +181,7 @@ class ReplicatedValues:
         return f"{describe_target(node)} {_without_device_numbers(arguments)}"
 
     def _number_of(self, node: Node) -> int:
-        """Return the index of `node` among the group's calls of its operator, which all ranks make in the same order."""
+        """Return the index of `node` among the group's calls of its operator. All ranks make them in one order."""
         calls = node.graph.find_nodes(op="call_function", target=node.target)
         return sum(1 for call in calls if call < node and self._names_group(call))
 
