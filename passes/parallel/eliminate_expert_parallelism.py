@@ -157,10 +157,7 @@ def _replicated_sources(block: ParallelBlock) -> list[Node]:
 
 
 def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
-    """Return the origin of the tokens, ids and weights of the block if these must be the same on all ranks.
-
-    Raises NotThisForm if they may differ.
-    """
+    """Return the origin of sources that must be the same on all ranks. Raises NotThisForm if they may differ."""
     sources = _replicated_sources(block)
     return ReplicatedValues(graph, block.group_name).origin(sources) if sources else Origin("", ())
 
@@ -182,8 +179,7 @@ def _bank_for(
 ) -> tuple[ParallelBlock, BankSpec]:
     """Return the block, with the name of its bank, and the bank.
 
-    Two micro-batches through one layer are two blocks with one bank. Other experts of the same module have another bank
-    with another name.
+    Two micro-batches through one layer share a bank. Other experts of the same module have another bank and name.
     """
     bank = banks_of.get(block.expert_tensors)
     if bank is not None and bank.expert_bounds == block.bounds:
@@ -237,10 +233,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
-    """Return the bank of all ranks' experts. Its tensors are named by their roles, as ranks must have equal names.
-
-    Raises NotThisForm if the bank has a parameter twice.
-    """
+    """Return the bank of all ranks' experts, with tensors named by role. Raises NotThisForm for repeated parameters."""
     direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
     for parameter in direct:
         if direct.count(parameter) > 1:
@@ -254,9 +247,7 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
     layout = pack_layout(tensors)
     one_by_one = tuple(number for number, node in enumerate(block.expert_tensors) if is_expert_stack(node))
     numbers = {parameter: number for number, parameter in enumerate(_parameters(block))}
-    recipes = tuple(
-        recipe_of(node, number, numbers) for number, node in enumerate(block.expert_tensors) if is_computed(node)
-    )
+    recipes = tuple(recipe_of(node, n, numbers) for n, node in enumerate(block.expert_tensors) if is_computed(node))
     size = BankFormat.plain(layout.nbytes)
     return BankSpec(
         index,
@@ -305,10 +296,7 @@ def _same_value(block: ParallelBlock, result: Node) -> None:
 
 
 def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
-    """Return assertions on sizes of the block's exchanges, and the nodes that only they read: all go with the block.
-
-    Raises NotThisForm if other nodes read the exchanged values, so that the exchange cannot go.
-    """
+    """Return assertions on exchanged sizes, and nodes that only they read. Raises NotThisForm for other readers."""
     region = set(block.region)
     position = positions(graph)
     exchanged = [exchange.node for exchange in block.exchanges if exchange.result is not block.sink]

@@ -1,10 +1,7 @@
 """Replacement of sizes by equal sizes that are known without an exchange.
 
-An exchange cannot be removed while a node outside the block reads its result, even if only a size of it. Such a node
-can read an equal size that does not depend on the exchange.
-
-For `slots.reshape(-1, width)` with an unknown number of slots, torch captures a quotient of the number of all elements,
-which hides the number of slots.
+An exchange cannot be removed while a node outside the block reads its result, even if only a size of it. For
+`slots.reshape(-1, width)` with an unknown number of slots, torch captures a quotient of the number of all elements.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ experts and weights. One rank cannot check this, but it can describe how it comp
     writes   of the graph to these inputs, such as a bias that balances experts; they are part of the digest, and the
              inputs from which they are computed are compared too, so that later runs read the same values
 
-Results of all-reduce, all-gather and broadcast, and complete banks, are the same on all ranks for any inputs. Results
-of an exchange are not.
+Results of all-reduce, all-gather and broadcast, and complete banks, are the same on all ranks for any inputs.
 """
 
 from __future__ import annotations
@@ -129,10 +128,7 @@ class ReplicatedValues:
         return f"written to input {self._input_indices[path.written]}"
 
     def _path_nodes(self, nodes: Sequence[Node]) -> tuple[list[Node], set[Node]]:
-        """Return `nodes` and the nodes that compute them, in host order, and those of them whose contents matter.
-
-        The search stops at results that are equal on all ranks.
-        """
+        """Return `nodes` and their ancestors up to results that all ranks share, and those whose contents matter."""
         needed, read = sorted(walk(nodes, self._sources)), set(nodes)
         for node in needed:
             if not self._is_equal_by_itself(node):

@@ -60,10 +60,8 @@ def _is_by_row(mask: Node, masked: Node) -> bool:
     value = fake_value(mask)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
-    other_dims = zip(value.shape[1:], value.stride()[1:], strict=True)
-    is_flat = all(
-        (isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in other_dims
-    )
+    dims = zip(value.shape[1:], value.stride()[1:], strict=True)
+    is_flat = all((isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in dims)
     return is_flat and value.dim() == fake_value(masked).dim()
 
 

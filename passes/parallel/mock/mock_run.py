@@ -138,8 +138,6 @@ class MockRun:
         outputs[order] = self._evaluate(self.mock.experts, values, _no_collectives)
         return outputs
 
-    # ------------------------------------------------------------------------------------------------------ numbers
-
     def peer_pairs(self, peer: int, own_pairs: int) -> int:
         """Return the number of pairs that the rank `peer` brings for this rank's experts."""
         experts = len(self.block.own_experts)
@@ -150,8 +148,6 @@ class MockRun:
     def random_rows(self, *shape: int) -> torch.Tensor:
         """Return random numbers between -0.5 and 0.5."""
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64).sub_(0.5)
-
-    # -------------------------------------------------------------------------------------------------- interpreter
 
     def _evaluate(self, steps: Steps, sources: Mapping[Node, Any], answer: Answer) -> Any:
         """Return the result of `steps` for the values of `sources`."""
@@ -279,9 +275,6 @@ def _spoil(memory: torch.Tensor) -> None:
 def _rows_and_ends(gemm: Node) -> tuple[Node, Node]:
     arguments = named_arguments(gemm)
     return next(iter(arguments.values())), arguments["offs"]
-
-
-# ------------------------------------------------------------------------------------------------------------- sizes
 
 
 def symbol_sizes(block: ParallelBlock) -> dict[Any, int]:

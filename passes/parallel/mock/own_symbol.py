@@ -6,9 +6,8 @@ Contract
           `n + (-n) % 8` for padded tokens, a copy of the block in which a new symbol replaces it
           NotThisForm if the block also computes with `n` otherwise
 
-A proof for every value of the symbol includes the numbers of tokens that the captured block can have. Without it, a
-block of `n // 16` tokens would have none for all `n` that mock runs try; and graphs with dynamic sizes are judged like
-those with static sizes, in which this number is a constant.
+A proof for every value of the symbol includes the numbers of tokens that the captured block can have, where `n // 16`
+would be 0 for all `n` of mock runs. It also has the same result as for static sizes, where the number is a constant.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
 
 
 def _tokens(block: ParallelBlock) -> sympy.Expr | None:
-    """Return this rank's computed number of tokens, of rows if tokens are unknown, or of slots per expert.
-
-    None if the number is not computed, or known only in a run.
-    """
+    """Return this rank's number of tokens (else rows) or slots per expert if it is computed before a run; else None."""
     rows = fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
     if not isinstance(rows, torch.SymInt):  # slots
         return None
@@ -126,9 +122,8 @@ class _Renamer(BlockCopier):
                 for size in item.shape if isinstance(item, torch.Tensor) else (item,):
                     if isinstance(size, torch.SymInt) and self._depends_on_more(self.expression(size)):
                         raise NotThisForm(
-                            f"{named(used)} has a size that does not follow from the number of its tokens, so it "
-                            "computes with a size that they are computed from; expected all of its sizes to follow "
-                            "from the number of its tokens"
+                            f"{named(used)} computes with a size from which its number of tokens is computed; "
+                            "expected all of its sizes to follow from the number of tokens"
                         )
 
     def _depends_on_more(self, size: sympy.Expr) -> bool:

@@ -17,9 +17,8 @@ Draw = Callable[[torch.Generator, int, int], torch.Tensor]
 class Scenario:
     """Routing of tokens in one run.
 
-    `own` and `peers` draw the experts of pairs of a token and an expert, for this rank and its peers. A peer brings
-    `peer_pairs` pairs, or one for each expert if `full`. If `load` is not 0, the first brings `load` times as many as
-    this rank.
+    `own` and `peers` draw experts for the pairs of this rank and of its peers. A peer brings `peer_pairs` pairs, or one
+    for each expert if `full`. If `load` is not 0, the first peer brings `load` times as many as this rank.
     """
 
     name: str

@@ -7,11 +7,8 @@ Contract
           Several copies if numbers have several readings; NoSmallCopy without any; ContractBroken if the block breaks
           its contract with small sizes, for every reading
 
-Pseudo-code
-    if the block treats all features alike (feature_flow): reduce their number
-    for each set of sizes that may be small, the smallest first:
-        find out which numbers are sizes (small_guess)
-        copy every node, with symbols for growing sizes and small numbers for widths
+Features become fewer if the block treats all alike (feature_flow.py). A search finds out which numbers are sizes
+(small_guess.py), for each set of sizes that may be small, the smallest first.
 """
 
 from __future__ import annotations
@@ -173,8 +170,6 @@ class BlockCopier:
             exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()
         )
 
-    # -------------------------------------------------------------------------------------------------------- nodes
-
     def _call(self, node: Node) -> None:
         origin = self._small.local.origins.get(node, node)
         readings = self._guess.readings.get(origin, {})
@@ -235,8 +230,6 @@ class BlockCopier:
             node.meta["val"] = self._grown(reading)
             self._sizes[key] = node
         return self._sizes[key]
-
-    # --------------------------------------------------------------------------------------------------- fake values
 
     def _value(self, node: Node) -> Any:
         value = fake_value(node)

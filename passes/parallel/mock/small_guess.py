@@ -32,11 +32,7 @@ _SHAPES = {
 }  # fmt: skip
 _CUTS = {"start", "end", "pad"}
 _VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
-_USES = {
-    **dict.fromkeys(_SHAPES, Use.SHAPE),
-    **dict.fromkeys(_CUTS, Use.CUT),
-    **dict.fromkeys(_VALUES, Use.VALUE),
-}
+_USES = {**dict.fromkeys(_SHAPES, Use.SHAPE), **dict.fromkeys(_CUTS, Use.CUT), **dict.fromkeys(_VALUES, Use.VALUE)}
 # List arguments in which equal numbers have equal readings.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
 _MOST_COMBINATIONS = 64

@@ -51,6 +51,7 @@ class Reading:
 
     @property
     def grows(self) -> bool:
+        """True if the number depends on the growing size."""
         return self.factor != 0
 
 

@@ -1,4 +1,4 @@
-"""Check that no constant slices, shifts or reshapes a dimension that grows with the tokens: it would be a threshold.
+"""Check that no constant, which may be a threshold, slices or reshapes a dimension that grows with the tokens.
 
 Contract
     in    a node of a parallel block's region, which may compute data, indices or sizes
@@ -57,12 +57,12 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
     elif name == "slice.Tensor":
         ends = [arguments.get("start"), arguments.get("end")]
         constants = [end for end in ends if isinstance(end, int) and abs(end) < _END and end not in tokens]
-        _check(node, "cuts", shape, arguments, [*constants, arguments.get("step", 1)])
+        _check(node, "slices at", shape, arguments, [*constants, arguments.get("step", 1)])
     elif name in ("select.int", "select_scatter"):
-        _check(node, "takes element", shape, arguments, [arguments["index"]])
+        _check(node, "selects", shape, arguments, [arguments["index"]])
     elif name == "slice_scatter":
         ends = [arguments.get("start"), arguments.get("end"), arguments.get("step", 1)]
-        _check(node, "writes to", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
+        _check(node, "writes at", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
     elif has_trait(node, Trait.SPLIT):
         sizes = next((arguments[name] for name in ("split_size", "split_sizes", "chunks") if name in arguments), ())
         _check(node, "splits at", shape, arguments, sizes if isinstance(sizes, (list, tuple)) else [sizes])
@@ -91,8 +91,7 @@ def _check_expression(node: Node, structural: Collection[int], tokens: Collectio
         else:
             term_text = f"in which {'one' if term.is_Symbol else 'a product of some'} counts {times} times"
         raise NotThisForm(
-            f"{node.name} ({node.target}) is a sum of sizes {term_text}, which may matter only for more tokens than "
-            f"sample runs have; {CHANGE}"
+            f"{node.name} ({node.target}) is a sum of sizes {term_text}, which may matter for more tokens; {CHANGE}"
         )
 
 
@@ -113,8 +112,7 @@ def size_along(node: Node, shape: Any, dim: Any) -> Any:
 
 def _refuse(node: Node, does: str, constant: int) -> None:
     raise NotThisForm(
-        f"{node.name} ({node.target}) {does} the constant {constant} what has no fixed size; a run may pass it "
-        f"although no sample run did; {CHANGE}"
+        f"{node.name} ({node.target}) {does} the constant {constant} in a dimension without a fixed size; {CHANGE}"
     )
 
 
@@ -141,22 +139,18 @@ def _check_view(node: Node, before: list[Any], after: list[Any], structural: Col
         return
     for size in reshaped:
         if isinstance(size, int) and size not in structural:
-            _refuse(node, "regroups by", size)
+            _refuse(node, "reshapes by", size)
 
 
-def check_lookup(node: Node, source: Node, dim: int, index: Node, index_range: Range) -> None:
-    """Raise NotThisForm if `index`, of range `index_range`, does not grow as dimension `dim` of `source` does.
-
-    With more tokens it would leave the dimension, or reach only its beginning.
-    """
+def check_lookup(node: Node, source: Node, dim: int, index: Node, values: Range) -> None:
+    """Raise NotThisForm if only one of `index`, of range `values`, and dimension `dim` of `source` grows."""
     size = size_along(node, fake_value(source).shape, dim)
     fixed = isinstance(size, int)
-    if fixed and index_range.grows and grows_in_size(index):
+    if fixed and values.grows and grows_in_size(index):
         raise NotThisForm(f"{node.name} ({node.target}) looks up growing indices in a dimension of {size}; {CHANGE}")
-    if not fixed and not index_range.grows and not index_range.small:
+    if not fixed and not values.grows and not values.small:
         raise NotThisForm(
-            f"{node.name} ({node.target}) looks up the indices {index_range.low:g} to {index_range.high:g} in a "
-            f"dimension without a fixed size, so others are never read; {CHANGE}"
+            f"{node.name} ({node.target}) looks up {values.low:g} to {values.high:g} in a growing dimension; {CHANGE}"
         )
 
 

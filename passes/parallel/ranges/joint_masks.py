@@ -7,15 +7,8 @@ Contract
 
 `where(a, 0 * rows, rows)` and a later `where(b, result, rows)` lose rows only where both a and b are true. Runs may
 have both values of each, and never both true. A mask that is computed from other masks replaces them, since runs must
-try both of its values anyway (value_ranges.py). Rows and indices depend on the masks that selected them:
-
-    ALIGNED   each element depends on the mask's element that is broadcast to it, or on its only element
-    LOOKED_UP the same, through a table
-    ANYWHERE  elements depend on any elements of the mask, as sorted indices of few numbers and counts do; one run must
-              have every combination of such masks, in any elements
-    MOVED     elements depend on some other elements; may only meet masks of one element
-
-Each element of a mask of fixed size must have both values in runs, if a node selects or counts some of them.
+try both of its values anyway (value_ranges.py). Each element of a mask of fixed size must have both values in runs, if
+a node selects or counts some of them.
 
 Comparisons of one expert id are one condition: runs try every id, so only combinations that occur are required.
 
@@ -58,12 +51,12 @@ _CHANGE = "let nothing between the collectives of the experts depend on both"
 
 
 class State(enum.IntEnum):
-    """Position of the elements of a mask on which an element depends."""
+    """Elements of a mask on which each element of a value depends."""
 
-    ALIGNED = 0
-    LOOKED_UP = 1
-    ANYWHERE = 2
-    MOVED = 3
+    ALIGNED = 0  # the element that is broadcast to it, or the only one
+    LOOKED_UP = 1  # the same, through a table
+    ANYWHERE = 2  # any, as for counts and sorted indices of few numbers: combinations count in any elements of a run
+    MOVED = 3  # another one: the value may only meet masks of one element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +180,11 @@ class JointMasks:
                 if not bool(elements.all()):
                     number = int((~elements).flatten().nonzero()[0])
                     raise NotThisForm(
-                        f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are selected or "
-                        f"counted, and element {number} was {outcome} in no sample run; let nothing between the "
-                        "collectives of the experts depend on it"
+                        f"{node.name} ({node.target}) has {elements.numel()} elements, of which element {number} was "
+                        f"{outcome} in no sample run; let nothing between the collectives of the experts depend on it"
                     )
         for node, joint in self._joint_values.items():
             self._check_combinations(node, joint)
-
-    # ---------------------------------------------------------------------------------------------------- mask uses
 
     def _uses_of(self, node: Node) -> frozenset[MaskUse]:
         if node not in self._uses:
@@ -234,7 +224,6 @@ class JointMasks:
         return self._range_of(node.args[0]).empty and bool(size == written)  # type: ignore[arg-type]
 
     def _is_function_of_masks(self, node: Node) -> bool:
-        """Return whether the values of `node` are a function of the masks on which it depends."""
         values = self._range_of(node)
         return values.uniform or node in self._of_masks or _is_binary(node, values)
 
@@ -269,8 +258,6 @@ class JointMasks:
                 )
         self._joint_values[node] = _JointValues(ordered)
         self._watched.update(use.mask for use in uses)
-
-    # -------------------------------------------------------------------------------------------------------- runs
 
     def _record(self, node: Node, value: torch.Tensor) -> None:
         bound = self._bounds.get(node)

@@ -146,9 +146,7 @@ class RangeArithmetic:
             if value.grows and not (multiplier.small or multiplier.is_constant(*self.structural)):
                 if multiplier.kind is Kind.FIXED and multiplier.uniform:
                     self.refuse_constant(node, "multiplies what grows with", multiplier.low)
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) multiplies a growing value by one that is not constant; {CHANGE}"
-                )
+                raise NotThisForm(f"{node.name} ({node.target}) multiplies a growing value by a variable; {CHANGE}")
         result = product(left, right)
         times = math.prod(abs(operand.low) for operand in (left, right) if operand.uniform)
         if not result.grows or not times:
@@ -182,9 +180,7 @@ class RangeArithmetic:
         """Return the range of a rounded quotient or a remainder."""
         left, right = self.operands(node)
         if not right.uniform or right.kind is not Kind.FIXED or right.low <= 0 or not right.integral:
-            raise NotThisForm(
-                f"{node.name} ({node.target}) divides an index or a size, but not by a positive integer; {CHANGE}"
-            )
+            raise NotThisForm(f"{node.name} ({node.target}) divides, but not by a positive constant integer; {CHANGE}")
         divisor, is_remainder = right.low, has_trait(node, Trait.REMAINDER)
         # Repeated quotients would be 0 up to a large number of tokens.
         if left.kind > Kind.BY_EXPERT and divisor != 1 and (left.divisor != 1 or divisor not in self._divisors(left)):
@@ -193,19 +189,15 @@ class RangeArithmetic:
             unchanged = left.low >= 0 and left.high < divisor
             remainder = computed(0, divisor - 1, left)
             return left if unchanged else dataclasses.replace(remainder, kind=min(remainder.kind, Kind.BOUND))
-        rounds_down = (
-            has_trait(node, Trait.FLOOR_DIVIDE) or node.kwargs.get("rounding_mode") == "floor" or left.low >= 0
-        )
+        is_floor = has_trait(node, Trait.FLOOR_DIVIDE) or node.kwargs.get("rounding_mode") == "floor" or left.low >= 0
         ends = [end / divisor for end in (left.low, left.high)]
-        low, high = (end if math.isinf(end) else (math.floor(end) if rounds_down else math.trunc(end)) for end in ends)
+        low, high = (end if math.isinf(end) else (math.floor(end) if is_floor else math.trunc(end)) for end in ends)
         return dataclasses.replace(computed(low, high, left), divisor=max(left.divisor, divisor))
 
     def _divisors(self, value: Range) -> set[int]:
         """Return the allowed divisors of `value`: for growing values the number of experts per token."""
         top_k = [int(fake_value(node).shape[-1]) for role, node in self.block.sources.items() if role == "ids"]
         return {1, *top_k} if value.grows else {1}
-
-    # --------------------------------------------------------------------------------------------------- checks
 
     def operands(self, node: Node) -> tuple[Range, Range]:
         """Return the ranges of both operands. Raises NotThisForm if one is uninitialised memory."""
@@ -230,8 +222,7 @@ class RangeArithmetic:
     def refuse_constant(node: Node, does: str, constant: float) -> None:
         """Raise NotThisForm because `node` `does` something with `constant`, which may be a threshold."""
         raise NotThisForm(
-            f"{node.name} ({node.target}) {does} the constant {constant:g}, which a run may pass and no sample run "
-            f"did; {CHANGE}"
+            f"{node.name} ({node.target}) {does} the constant {constant:g}, which no sample run passed; {CHANGE}"
         )
 
 

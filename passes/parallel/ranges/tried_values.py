@@ -53,10 +53,7 @@ class TriedValues:
             self._sets[node] = torch.zeros(number, dtype=torch.bool)
 
     def require_both(
-        self,
-        node: Node,
-        constant: Node | None = None,
-        undecided: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, node: Node, constant: Node | None = None, undecided: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
         """Require that the mask `node` is 0 and 1, for each element of `constant` that is `undecided`."""
         self._masks[node] = _Outcomes(constant, undecided)
@@ -97,10 +94,7 @@ class TriedValues:
             for node, seen in self._sets.items():
                 if not bool(seen.all()):
                     missing = int((~seen).nonzero()[0]) + self._first[node]
-                    raise NotThisForm(
-                        f"{node.name} ({node.target}) may be {missing}, which it was in no sample run; compile with "
-                        "more tokens, so that every expert can be tried"
-                    )
+                    raise NotThisForm(f"{node.name} ({node.target}) is never {missing} in sample runs; use more tokens")
             for node, outcomes in self._masks.items():
                 self._check_mask(node, outcomes)
 

@@ -23,27 +23,19 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """A range from `low` to `high`. A value that GROWS has no upper bound, unless it is a mask of 0 and 1.
-
-    `lane` identifies the order of elements: an elementwise function of BY_EXPERT values in the same lane is again a
-    function of one expert id. `integral` says that all values are integers. `mixed` says that growing elements came
-    from several nodes: one of them may pass a threshold in every run and hide that the others never do.
-
-    For growing values, `shift` is the sum of the constants added to it, `factor` the largest number of times that it
-    counts the tokens, `divisor` the number that it was divided by, and `copies` the largest number of its elements that
-    may be copies of one element.
-    """
+    """A range from `low` to `high`. A value that GROWS has no upper bound, unless it is a mask of 0 and 1."""
 
     low: float
     high: float
     kind: Kind = Kind.FIXED
-    lane: Node | None = None
+    lane: Node | None = None  # the order of elements; a function of BY_EXPERT values of equal lanes is BY_EXPERT
     integral: bool = True
-    shift: float = 0.0
-    factor: float = 1.0
-    divisor: float = 1.0
-    copies: float = 1.0
-    mixed: bool = False
+    # Of growing values:
+    shift: float = 0.0  # the sum of the constants that were added
+    factor: float = 1.0  # how often they count the tokens at most
+    divisor: float = 1.0  # the number by which they were divided
+    copies: float = 1.0  # the largest number of elements that may be copies of one
+    mixed: bool = False  # they come from several nodes: one may pass a threshold in every run, and others never
 
     @property
     def empty(self) -> bool:
@@ -52,6 +44,7 @@ class Range:
 
     @property
     def uniform(self) -> bool:
+        """True for a single value."""
         return self.low == self.high
 
     @property
@@ -61,6 +54,7 @@ class Range:
 
     @property
     def grows(self) -> bool:
+        """True for values without a bound, which masks of growing values have."""
         return self.kind is Kind.GROWS and (math.isinf(self.low) or math.isinf(self.high)) and not self.empty
 
     def is_constant(self, *numbers: float) -> bool:

@@ -18,11 +18,6 @@ may hide a threshold is refused, or becomes a requirement for the runs:
                one row or index in every combination (joint_masks.py).
 
 Mock runs compute in float64 and never round, so floating-point numbers and narrow integers must be exact.
-
-Pseudo-code
-    for each node of the region, in host order: check that no constant slices a growing dimension (growing_sizes.py)
-        if it is no data: derive its range (value_range.py) from its inputs, and require values to be tried
-    after the mock runs: check the requirements (tried_values.py)
 """
 
 from __future__ import annotations
@@ -108,8 +103,6 @@ class ValueRanges(RangeSums):
         self.tried.check()
         self._joint.check()
 
-    # --------------------------------------------------------------------------------------------------- inputs
-
     def _add_sources(self) -> None:
         sources = self.block.sources
         if "ids" in sources:
@@ -119,8 +112,6 @@ class ValueRanges(RangeSums):
                 self.tried.require_all(sources["ids"], self.block.id_values)
         if "counts" in sources:
             self.ranges[sources["counts"]] = COUNT
-
-    # --------------------------------------------------------------------------------------------------- ranges
 
     def _range(self, node: Node) -> Range:
         name, base, arguments = operation(node), base_operation(node), named_arguments(node)
@@ -178,9 +169,7 @@ class ValueRanges(RangeSums):
             return COUNT
         if base == "searchsorted":
             return self._searched(node, arguments)
-        raise NotThisForm(
-            f"{node.name} ({node.target}) is no operation on indices or sizes that moepass knows; {CHANGE}"
-        )
+        raise NotThisForm(f"{node.name} ({node.target}) is an unknown operation on indices or sizes; {CHANGE}")
 
     def _item(self, node: Node) -> Range:
         source, position = node.args
@@ -244,9 +233,7 @@ class ValueRanges(RangeSums):
                 return Range(min(numbers, default=0), max(numbers, default=0))
             length = self.range_of(end)
         if start != 0 or step != 1:
-            raise NotThisForm(
-                f"{node.name} ({node.target}) counts from {start} in steps of {step}, expected 0 and 1; {CHANGE}"
-            )
+            raise NotThisForm(f"{node.name} ({node.target}) starts at {start} with step {step}, not 0 and 1; {CHANGE}")
         if length.kind is Kind.FIXED and length.uniform:
             return Range(0, max(0, length.low - 1))
         return COUNT
@@ -273,8 +260,6 @@ class ValueRanges(RangeSums):
             return COUNT  # of sorted expert ids
         raise NotThisForm(f"{node.name} ({node.target}) searches among growing indices or sizes; {CHANGE}")
 
-    # --------------------------------------------------------------------------------------------------- checks
-
     def _check_indices(self, node: Node, *, is_data: bool = False) -> None:
         """Check that the indices of a lookup or write stay within its tensor for every number of tokens."""
         arguments = named_arguments(node)
@@ -291,8 +276,7 @@ class ValueRanges(RangeSums):
             elements = 1 if grows_in_size(index) else fake_value(index).numel()
             if values.grows and isinstance(size, int) and not self.is_of_tokens(elements):
                 raise NotThisForm(
-                    f"{node.name} ({node.target}) takes {elements} of {size} elements by sizes, and sample runs do not "
-                    f"try every order of these; {CHANGE}"
+                    f"{node.name} ({node.target}) takes {elements} of {size} elements in an untried order; {CHANGE}"
                 )
 
     def _check_factors(self, node: Node, data: set[Node]) -> None:
