@@ -6,8 +6,8 @@ Contract
           `n + (-n) % 8` for padded tokens, a copy of the block in which a new symbol replaces it
           NotThisForm if the block also computes with `n` otherwise
 
-A proof for every value of the symbol includes the numbers of tokens that the captured block can have, where `n // 16`
-would be 0 for all `n` of mock runs. It also has the same result as for static sizes, where the number is a constant.
+A proof for every value of the symbol covers all numbers of tokens of the captured block, which would have none for
+`n // 16` and the small `n` of mock runs. Graphs with static sizes, where the number is a constant, have the same proof.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ class _Renamer(BlockCopier):
                 for size in item.shape if isinstance(item, torch.Tensor) else (item,):
                     if isinstance(size, torch.SymInt) and self._depends_on_more(self.expression(size)):
                         raise NotThisForm(
-                            f"{named(used)} computes with a size from which its number of tokens is computed; "
-                            "expected all of its sizes to follow from the number of tokens"
+                            f"{named(used)} computes with a size from which the number of tokens is computed; "
+                            "expected all sizes to follow from the number of tokens"
                         )
 
     def _depends_on_more(self, size: sympy.Expr) -> bool:
-        is_whole = all(times.is_Integer for times in size.as_coefficients_dict().values())
-        return not is_whole or bool(size.free_symbols & self._tokens.free_symbols)
+        is_integral = all(times.is_Integer for times in size.as_coefficients_dict().values())
+        return not is_integral or bool(size.free_symbols & self._tokens.free_symbols)

@@ -36,8 +36,8 @@ from moepass.passes.parallel.mock.small_sizes import Reading, run_bytes, scales
 
 # A size of more symbols, such as a sum over hundreds of ranks, becomes an unknown size.
 _MOST_SYMBOLS = 8
-# [Empirical] After a failed proof, a copy that runs for seconds is not tried.
-_WORTH_ANOTHER = 16
+# [Empirical] After a failed proof, a copy must use this many times less memory, so that it does not run for seconds.
+_RETRY_DIVISOR = 16
 # Limit on the copies of one scale, if numbers have several readings.
 _MOST_COPIES = 6
 
@@ -63,7 +63,7 @@ def small_copies(
     for scale in scales(mock.block, features_alike=node is None):
         if has_copy and scale.growing is not None:
             continue
-        if run_bytes(mock, scale) > (most_bytes // _WORTH_ANOTHER if has_copy else most_bytes):
+        if run_bytes(mock, scale) > (most_bytes // _RETRY_DIVISOR if has_copy else most_bytes):
             continue
         small = SmallMock(mock, scale)
         try:

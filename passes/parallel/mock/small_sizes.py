@@ -26,7 +26,7 @@ SMALL_HIDDEN = (5, 7)
 # Divisible, since activation functions split their rows into equal parts.
 SMALL_INNER = 8
 # From this size on, few numbers are multiples by chance.
-_TELLING = 64
+_LARGE_SIZE = 64
 # From this number on, the bound of a slice means the end of any tensor.
 _END = 2**31
 # [Empirical] Measured copies of the widest rows, of 8 bytes per number, that a run holds at once.
@@ -87,7 +87,7 @@ class Scale:
         result = [*exact, *widths, itself] if prefers_growing or number not in self.fixed else [itself, *exact, *widths]
         result += near
         growing = self.growing
-        if use is Use.SHAPE and growing is not None and growing.captured >= _TELLING and abs(number) < _END:
+        if use is Use.SHAPE and growing is not None and growing.captured >= _LARGE_SIZE and abs(number) < _END:
             factor, remainder = divmod(number, growing.captured)
             result += [Reading(factor * growing.small, factor)] if remainder == 0 else []
         return list(dict.fromkeys(result))
