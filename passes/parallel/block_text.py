@@ -1,4 +1,4 @@
-"""Tell which parallel blocks are equal, local form included: what was proved of one of them holds for the others."""
+"""Text of a parallel block and its local form. Blocks with equal texts share one proof."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 
 def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
-    """Everything that a proof of the block looks at: its nodes, their sizes and types, constants, and parts."""
-    known: dict[Any, str] = {}
-    text = CanonicalText(lambda node: _describe_source(node, known))
+    """Return all data on which a proof of the block depends: nodes, sizes, dtypes, constants and roles of nodes."""
+    size_texts: dict[Any, str] = {}
+    text = CanonicalText(lambda node: _describe_source(node, size_texts))
     for node in dict.fromkeys((*block.sources.values(), *block.expert_tensors, *local.complete.values())):
         text.add_source(node)
     for node in (*block.region, *local.written):
-        text.add(node, describe_value(fake_value(node), known))
+        text.add(node, describe_value(fake_value(node), size_texts))
     gemms = [(gemm.node, gemm.weights, gemm.activations, gemm.inner, gemm.outer) for gemm in block.gemms]
     text.remark(
         f"{block.form}, {block.group}, experts {block.bounds}, drops {block.drops}",
@@ -36,7 +36,7 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
     return str(text)
 
 
-def _describe_source(node: Node, known: dict[Any, str]) -> str:
+def _describe_source(node: Node, size_texts: dict[Any, str]) -> str:
     if node.op == "get_attr":
         return f"constant {describe_constant_here(str(node.target), constant_of(node))}"
-    return f"source {describe_value(fake_value(node), known)}"
+    return f"source {describe_value(fake_value(node), size_texts)}"

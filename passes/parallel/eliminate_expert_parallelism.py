@@ -1,21 +1,21 @@
-"""Take expert parallelism out of a graph: every rank runs its own tokens through all experts, whose weights come to it.
+"""Replace expert parallelism in a graph: every rank runs its own tokens through all experts, and gathers their weights.
 
 Contract
-    in    a captured graph; `context.groups` tells this rank's place in every process group that the graph talks to;
-          `context.leave` are blocks that other ranks leave, by name, and why
-    out   every block of expert parallelism that was found and proved is local: its collectives, its host syncs, its
-          sizes that only a run would tell, and the assertions on them are gone; its complete bank is gathered
-          a block that fits no form, or whose local form does not compute the same, stays as it came: a refusal says why
-          `plan.local_blocks` is what the other ranks must say too before any of this may run (proposals.py)
+    in    a captured graph; `context.groups` has this rank's position in each process group of the graph;
+          `context.leave` has reasons, by name, why other ranks leave blocks
+    out   blocks of expert parallelism that were found and proved are local: they gather their complete banks, and have
+          no collectives, host syncs, unknown sizes and assertions on these
+          other blocks are unchanged and have a refusal
+          `plan.local_blocks` must equal those of other ranks before the graph may run (proposals.py)
 
 Pseudo-code
     for each block of expert parallelism that other ranks do not leave:
-        where its tokens must be the same on all ranks, find out what they are computed from
-        put a gather of the complete bank before the block's result, and the local form after that
-        run both with mock peers, unless an equal block was; where they differ, take the local form out again and refuse
-        let everything that read the block's result read the local one
-        erase what nobody reads any more
-    bring the described sizes behind the block up to date
+        if its tokens must be the same on all ranks: find their origin
+        insert a gather of the complete bank and the local form before the block's result
+        unless an equal block was proved: run block and local form with mock peers; if they differ, erase and refuse
+        replace the block's result by that of the local form
+        erase unread nodes
+    update fake values of nodes after the block
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 
 aten = torch.ops.aten
 
-# Written on the gather of a block: what its digests are made of, for people to compare.
+# Metadata of a block's gather: the texts behind its digests, for people to compare.
 EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 
 
@@ -74,25 +74,25 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     leave: set[str] = set()
     while True:
         result, stay = _eliminate(module, plan, context, leave, proved)
-        # What a block of masks is refused for is told of it as it was looked at, and it stays as it came.
+        # The first refusal has the actual reason. Later runs see the block with gathered masks.
         refusals = {**{refusal.where: refusal for refusal in result.refusals}, **refusals}
         if not stay:
             break
         leave |= stay
     if not leave:
         return result
-    told = tuple(refusals[refusal.where] for refusal in result.refusals)
+    first_refusals = tuple(refusals[refusal.where] for refusal in result.refusals)
     return dataclasses.replace(
-        result, refusals=told, plan=dataclasses.replace(result.plan, refusals=plan.refusals + told)
+        result, refusals=first_refusals, plan=dataclasses.replace(result.plan, refusals=plan.refusals + first_refusals)
     )
 
 
 def _eliminate(
     module: GraphModule, plan: Plan, context: PassContext, leave: Collection[str], proved: set[str]
 ) -> tuple[PassResult, set[str]]:
-    """What the pass gives where the gathers of masks called `leave` stay, and those that would have to stay too.
+    """Return the result of the pass if gathers of the masks in `leave` stay, and the names of further such masks.
 
-    `proved` are the texts of blocks that were proved right; this adds those that it proves.
+    Adds the texts of the blocks that it proves to `proved`.
     """
     local = copy_graph_module(module)
     fix_count_lengths(local.graph)
@@ -106,10 +106,10 @@ def _eliminate(
     replicated: dict[str, None] = dict.fromkeys(plan.replicated)
     replaced: dict[Node, Node] = {}
     banks_of: dict[tuple[Node, ...], BankSpec] = {}
-    for found in blocks:
-        # Where nothing lies between two blocks, one begins with what the other gave.
-        sources = {role: replaced.get(node, node) for role, node in found.sources.items()}
-        block = dataclasses.replace(found, sources=sources)
+    for captured in blocks:
+        # The source of a block may be the replaced result of an earlier block.
+        sources = {role: replaced.get(node, node) for role, node in captured.sources.items()}
+        block = dataclasses.replace(captured, sources=sources)
         try:
             _check_group(block, banks)
             block, bank = _bank_for(block, banks, banks_of)
@@ -128,7 +128,7 @@ def _eliminate(
             weights = _describe_weights(block)
             local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
-    stay = {one.mask for one in masks if one.gather in local.graph.nodes}
+    stay = {ids.mask for ids in masks if ids.gather in local.graph.nodes}
     local.graph.lint()
     local.recompile()
     plan = dataclasses.replace(
@@ -157,16 +157,13 @@ def _replicated_sources(block: ParallelBlock) -> list[Node]:
 
 
 def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
-    """What the tokens, ids and weights of the block are computed from, where all ranks must have the same.
-
-    Raises NotThisForm where they cannot be the same.
-    """
+    """Return the origin of sources that must be the same on all ranks. Raises NotThisForm if they may differ."""
     sources = _replicated_sources(block)
     return ReplicatedValues(graph, block.group_name).origin(sources) if sources else Origin("", ())
 
 
 def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Sequence[str]]:
-    """The texts behind the digests `experts` and `tokens` of `block`, which this pass took in `module`."""
+    """Return the texts behind the digests `experts` and `tokens` of a `block` of `module`, which this pass rewrote."""
     for node in module.graph.find_nodes(op="call_function", target=gather):
         if node.meta.get("moepass_block") == block.name:
             if not block.tokens:
@@ -180,10 +177,9 @@ def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Seq
 def _bank_for(
     block: ParallelBlock, banks: list[BankSpec], banks_of: dict[tuple[Node, ...], BankSpec]
 ) -> tuple[ParallelBlock, BankSpec]:
-    """The bank of a block, and the block as it is called then.
+    """Return the block, with the name of its bank, and the bank.
 
-    A layer that two micro-batches go through is two blocks with one bank. Other experts of the same module have
-    another one, and another name.
+    Two micro-batches through one layer share a bank. Other experts of the same module have another bank and name.
     """
     bank = banks_of.get(block.expert_tensors)
     if bank is not None and bank.expert_bounds == block.bounds:
@@ -196,11 +192,9 @@ def _bank_for(
 
 
 def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str]) -> tuple[Node, Node]:
-    """Put the local form, which reads `bank`, in the place of the block; gives the gather of it, and its result.
+    """Replace the block by a local form that reads `bank`; return the gather of the bank, and the form's result.
 
-    `proved` are the texts of blocks for which that was proved right.
-
-    Raises NotThisForm, ContractBroken; the graph is then as before.
+    `proved` has the texts of proved blocks. Raises NotThisForm or ContractBroken, and leaves the graph as before.
     """
     read_known_lengths(graph, block)
     doomed = _doomed(graph, block)
@@ -231,7 +225,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
             graph.erase_node(node)
     for node in block.expert_tensors:
         erase_unread(graph, node)
-    # A collective that something else still reads would have been found above; one that stays is a mistake here.
+    # `_doomed` raises if other nodes read the exchanges.
     assert not {exchange.node for exchange in block.exchanges}.intersection(graph.nodes)
     if has_other_sizes:
         refresh_fake_values(graph, result)
@@ -239,10 +233,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
-    """The bank of all ranks' experts. Its tensors are called by their roles: ranks must agree on the names.
-
-    Raises NotThisForm where a parameter stands in it twice.
-    """
+    """Return the bank of all ranks' experts, with tensors named by role. Raises NotThisForm for repeated parameters."""
     direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
     for parameter in direct:
         if direct.count(parameter) > 1:
@@ -254,11 +245,9 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
         role = f"weight_{weights.index(node)}" if node in weights else f"bias_{number - len(set(weights))}"
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
     layout = pack_layout(tensors)
-    one_by_one = tuple(place for place, node in enumerate(block.expert_tensors) if is_expert_stack(node))
-    places = {parameter: place for place, parameter in enumerate(_parameters(block))}
-    recipes = tuple(
-        recipe_of(node, place, places) for place, node in enumerate(block.expert_tensors) if is_computed(node)
-    )
+    one_by_one = tuple(number for number, node in enumerate(block.expert_tensors) if is_expert_stack(node))
+    numbers = {parameter: number for number, parameter in enumerate(_parameters(block))}
+    recipes = tuple(recipe_of(node, n, numbers) for n, node in enumerate(block.expert_tensors) if is_computed(node))
     size = BankFormat.plain(layout.nbytes)
     return BankSpec(
         index,
@@ -274,14 +263,14 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
 
 
 def _parameters(block: ParallelBlock) -> tuple[Node, ...]:
-    """The parameters that the bank of a block is made of: those that lie in it as they are come first."""
+    """Return the parameters of a block's bank: those that it stores unchanged, then those of computed weights."""
     direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
     read = [parameter for node in filter(is_computed, block.expert_tensors) for parameter in parameters_behind(node)]
     return tuple(dict.fromkeys((*direct, *read)))
 
 
 def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, dict[Node, Node]]:
-    """A gather of the bank, and the complete tensor of each local expert tensor of the block."""
+    """Create a gather of the bank; return it, and the complete tensor of each local expert tensor of the block."""
     shards = block.expert_tensors
     bank_node = graph.call_function(gather, (list(_parameters(block)),), {"bank": bank.index})
     bank_node.meta["moepass_block"] = block.name
@@ -301,28 +290,25 @@ def _same_value(block: ParallelBlock, result: Node) -> None:
     old, new = fake_value(block.sink), fake_value(result)
     if old.dtype != new.dtype or old.dim() != new.dim() or str(old.shape[1:]) != str(new.shape[1:]):
         raise NotThisForm(
-            f"it gives {describe_shape(old)} at {named(block.sink)}, but all experts on this rank's own rows would "
-            f"give {describe_shape(new)}"
+            f"it returns {describe_shape(old)} at {named(block.sink)}, but all experts on this rank's own rows would "
+            f"return {describe_shape(new)}"
         )
 
 
 def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
-    """Assertions, and what leads to them, on sizes that the block's exchanges brought or need; they go with the block.
-
-    Raises NotThisForm where something else reads what was exchanged: then the exchange cannot go.
-    """
+    """Return assertions on exchanged sizes, and nodes that only they read. Raises NotThisForm for other readers."""
     region = set(block.region)
-    place = positions(graph)
+    position = positions(graph)
     exchanged = [exchange.node for exchange in block.exchanges if exchange.result is not block.sink]
     doomed = _readers_outside(block, [node for node in exchanged if node in region])
     asserted = _only_asserted(doomed)
     if asserted != doomed:
-        stray = min(doomed - asserted, key=place.__getitem__)
+        stray = min(doomed - asserted, key=position.__getitem__)
         raise NotThisForm(
             f"what its ranks exchange is also read by {named(stray)}, so the exchange cannot go; expected nothing but "
             "its experts to read it"
         )
-    # How much this rank sends is its own affair, and may be read by others too.
+    # Other nodes may read the sizes that this rank sends.
     sizes = [node for node in block.region if is_call(node, aten._local_scalar_dense.default)]
     return asserted | _only_asserted(_readers_outside(block, sizes))
 
@@ -337,22 +323,22 @@ def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
 
 
 def _only_asserted(nodes: set[Node]) -> set[Node]:
-    """The nodes among `nodes` that end in assertions and nowhere else."""
-    kept = set(nodes)
+    """Return the assertions among `nodes`, and the nodes that only these read."""
+    asserted = set(nodes)
     while True:
-        other = {
+        read = {
             node
-            for node in kept
+            for node in asserted
             if not (is_call(node, aten._assert_scalar.default) or _asserts_integers(node, nodes))
-            and (not node.users or any(user not in kept for user in node.users))
+            and (not node.users or any(user not in asserted for user in node.users))
         }
-        if not other:
-            return kept
-        kept -= other
+        if not read:
+            return asserted
+        asserted -= read
 
 
 def _asserts_integers(node: Node, nodes: set[Node]) -> bool:
-    """True for an assertion on ids or counts, as far as it is computed by `nodes`: not on rows, which stay."""
+    """Return whether `node` is an assertion that `nodes` compute from ids or counts, and not from rows, which stay."""
     if not is_call(node, aten._assert_async.msg, aten._assert_async.default):
         return False
     steps = ancestors(node, follow=nodes.__contains__)

@@ -1,10 +1,9 @@
-"""Describe the experts of a local form so that ranks can compare them.
+"""Text of the experts of a local form, which ranks compare.
 
-A rank writes its own activation function, biases and types into the local form for the experts of all ranks. That is
-what the model computes only if every rank would write the same. The text holds everything that is computed from a row
-to the output of its expert: operators, constants with their contents, types and widths. It does not hold what ranks and
-shapes may differ in: how many rows there are, which of several devices of a kind computes, and what nodes are called.
-A number is the number of rows where it depends on that (row_flow.py), not where it happens to be the same.
+The local form uses this rank's activation function, biases and dtypes for the experts of all ranks, so these must be
+equal on all ranks. The text contains everything between a row and the output of its expert: operators, constants with
+their contents, dtypes and widths. It omits what may differ between ranks: the number of rows, device indices and names
+of nodes. A number counts rows if it depends on their number (row_flow.py), not if it happens to be equal.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from moepass.passes.rows.row_rules import Place
 
 
 def experts_text(local: LocalForm) -> tuple[str, ...]:
-    """A line for every operation between a row and its expert's output, and one for what stands around them."""
+    """Return a line for every operation between a row and its expert's output, and lines for the block."""
     block = local.block
     leaves = {local.rows: "rows", local.ends: "where each expert's rows end"}
     if local.row_ids is not None:
@@ -79,19 +78,19 @@ def _needed(local: LocalForm, leaves: Mapping[Node, str], flow: RowFlow) -> set[
 
 
 class _Sizes:
-    """Describes nodes without the number of rows: it is left out where a size depends on it, nowhere else."""
+    """Descriptions of nodes without the number of rows."""
 
     def __init__(self, flow: RowFlow, rows: Any) -> None:
         self._flow = flow
         self._rows = rows
 
     def describe(self, node: Node) -> str:
-        """Type and sizes of what `node` gives."""
+        """Return the dtypes and sizes of the results of `node`."""
         value, layout = fake_value(node), self._flow.layouts.get(node)
         if not isinstance(value, (torch.Tensor, tuple, list)):
             return type(value).__name__
         if isinstance(value, torch.Tensor):
-            if node not in self._flow.layouts:  # a GEMM, or a bias: what LocalForm writes is by row
+            if node not in self._flow.layouts:  # GEMMs and biases of a local form are by row
                 return _described(value)
             return self._tensor(value, layout, self._flow.places.get(node, {}))
         layouts = layout if isinstance(layout, tuple) else (None,) * len(value)
@@ -107,28 +106,28 @@ class _Sizes:
         return _typed(value, sizes)
 
     def arguments(self, node: Node) -> tuple[Any, Any]:
-        """Its arguments, numbers that count rows as so many of each."""
-        places = self._flow.places.get(node, {})
+        """Return the arguments of `node`, with numbers that count rows as multiples of the number of rows."""
+        multiples = self._flow.places.get(node, {})
 
-        def change(name: str, argument: Any, place: int = 0) -> Any:
+        def change(name: str, argument: Any, position: int = 0) -> Any:
             if isinstance(argument, (list, tuple)):
                 changed = [change(name, item, number) for number, item in enumerate(argument)]
                 return tuple(changed) if isinstance(argument, tuple) else changed
-            if (name, place) in places:
-                return f"{places[name, place]} x rows"
+            if (name, position) in multiples:
+                return f"{multiples[name, position]} x rows"
             if isinstance(argument, torch.device):
                 return argument.type
             in_flow = isinstance(argument, Node) and argument in self._flow.sizes
             return _in_rows(fake_value(argument), self._rows) if in_flow else argument
 
-        given = named_arguments(node)
-        names = list(given)[: len(node.args)]
+        arguments = named_arguments(node)
+        names = list(arguments)[: len(node.args)]
         args = tuple(change(name, argument) for name, argument in zip(names, node.args, strict=False))
         return args, {name: change(name, value) for name, value in node.kwargs.items()}
 
 
 def _described(value: torch.Tensor) -> str:
-    """Of what a rank has for each of its rows, or for each expert."""
+    """Return the dtype and sizes of a value with one element for each row or expert."""
     return _typed(value, [".", *(str(size) if isinstance(size, int) else "?" for size in value.shape[1:])])
 
 
@@ -137,7 +136,7 @@ def _typed(value: torch.Tensor, sizes: list[str]) -> str:
 
 
 def _in_rows(size: Any, rows: Any) -> str:
-    """`size` as a multiple of `rows`: the same words for numbers and for symbols."""
+    """Return `size` as a multiple of `rows`, in the same words for numbers and symbols."""
     total, unit = size_expression(size), size_expression(rows)
     if total == unit:
         return "1 x rows"

@@ -1,15 +1,14 @@
-"""Tell whether a value of a graph is the same on all ranks, and what that takes.
+"""Origins of values that must be the same on all ranks.
 
-Masked experts whose results are added up (AllReduce) are the model's sum only where every rank has the same tokens,
-with the same experts and weights. That cannot be seen on one rank. What one rank can say is how the value is computed:
+Experts whose results are all-reduced compute the model's sum only if every rank has the same tokens, with the same
+experts and weights. One rank cannot check this, but it can describe how it computes the values:
 
-    a digest     of every operator and constant on the way from the graph's inputs; ranks compare digests
-    the inputs   that it is computed from; ranks compare their contents when the graph runs first
-    the writes   of the graph to these inputs, as the bias that balances experts: what a later run finds in them is
-                 computed alike too, from inputs that are among those compared
+    digest   of every operator and constant between the graph's inputs and the values; ranks compare digests
+    inputs   from which the values are computed; ranks compare their contents in the first run of the graph
+    writes   of the graph to these inputs, such as a bias that balances experts; they are part of the digest, and the
+             inputs from which they are computed are compared too, so that later runs read the same values
 
-What ranks add up or gather among themselves, and complete banks, are the same on all of them whatever they are made of.
-What ranks send to each other is not.
+Results of all-reduce, all-gather and broadcast, and complete banks, are the same on all ranks for any inputs.
 """
 
 from __future__ import annotations
@@ -34,24 +33,23 @@ from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.ops.walk import walk
 
-# Their results are the same on all ranks of their group.
+# Operators whose results are the same on all ranks of their group.
 _EQUALISING = {f"_c10d_functional.{kind}.default" for kind in ("all_reduce", "all_gather_into_tensor", "broadcast")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How some values of a graph are computed: equal `digest`s and equal contents of `inputs` make them equal."""
+    """Origin of some values of a graph. Equal `digest`s and equal contents of `inputs` make the values equal."""
 
     digest: str
     inputs: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
-    """The nodes on the way to `ends`, as far as they are on no way before it, in host order.
+class _Path:
+    """The nodes on all paths to `ends`, in host order, without those on earlier paths.
 
-    `written` is the input that `ends` are written to, None for values that were asked for. `read` are nodes whose
-    contents matter.
+    `written` is the input to which `ends` are written, or None. `read` are nodes whose contents matter.
     """
 
     written: Node | None
@@ -61,44 +59,41 @@ class _Way:
 
 
 class ReplicatedValues:
-    """The origins of values in one graph, for the ranks of one process group.
-
-    What stands before a node whose origin was asked for must not change any more.
-    """
+    """Origins of values in one graph, for the ranks of one process group. Nodes before them must not change."""
 
     def __init__(self, graph: Graph, group_name: str) -> None:
         self._group_name = group_name
         self._digests: dict[Node, str] = {}
         self._writes = writes_to_inputs(graph)
-        self._place_of_input = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+        self._input_indices = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
 
     def origin(self, nodes: Sequence[Node]) -> Origin:
-        """That of `nodes` together. Raises NotThisForm where they depend on what each rank has for itself."""
-        ways = list(self._ways(nodes))
-        read = {node for way in ways for node in way.read}
-        for way in ways:
-            for node in way.nodes:
-                self._check_equal(node, node in read, way)
+        """Return the origin of `nodes`. Raises NotThisForm if they depend on values that may differ between ranks."""
+        paths = list(self._paths(nodes))
+        read = {node for path in paths for node in path.read}
+        for path in paths:
+            for node in path.nodes:
+                self._check_equal(node, node in read, path)
         texts = [self._digest(node) for node in nodes]
-        for way in ways[1:]:
-            texts += [f"{self._described_write(way)} {self._digest(node)}" for node in way.ends]
+        for path in paths[1:]:
+            texts += [f"{self._described_write(path)} {self._digest(node)}" for node in path.ends]
         digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-        return Origin(digest, tuple(node.name for way in ways for node in way.nodes if node.op == "placeholder"))
+        return Origin(digest, tuple(node.name for path in paths for node in path.nodes if node.op == "placeholder"))
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
-        """The lines that `origin` is a digest of, one for each operation in host order, for people to compare."""
+        """Return the text of which `origin` has a digest, a line for each operation in host order, for people."""
         names: dict[Node, str] = {}
         lines = []
-        for way in self._ways(nodes):
-            begins = "" if way.written is None else f"what is written to {input_name(way.written)}: "
-            for node in way.nodes:
+        for path in self._paths(nodes):
+            prefix = "" if path.written is None else f"what is written to {input_name(path.written)}: "
+            for node in path.nodes:
                 names[node] = f"%{len(names)}"
                 line = source_line(node)
-                lines.append(begins + self._describe(node, names) + (f" ({line})" if line else ""))
+                lines.append(prefix + self._describe(node, names) + (f" ({line})" if line else ""))
         return lines
 
-    def _check_equal(self, node: Node, is_read: bool, way: _Way) -> None:
-        """Raises NotThisForm where ranks may have different contents of `node`, whatever they have of its inputs."""
+    def _check_equal(self, node: Node, is_read: bool, path: _Path) -> None:
+        """Raise NotThisForm if contents of `node` may differ between ranks that have the same inputs of it."""
         if self._is_equal_by_itself(node):
             return
         reason = why_not_pure(node)
@@ -109,49 +104,46 @@ class ReplicatedValues:
         if reason is not None:
             which = "" if reason.startswith("whose ") else "which "
             written = ""
-            if way.written is not None:
-                written = f", by what is written to {named(way.written)} at {named(way.ends[-1])} for later runs"
+            if path.written is not None:
+                written = f", by what is written to {named(path.written)} at {named(path.ends[-1])} for later runs"
             raise NotThisForm(
                 "its results are summed over ranks, so all must have the same tokens, but these depend on "
                 f"{named(node)}, {which}{reason}{written}"
             )
 
-    def _ways(self, nodes: Sequence[Node]) -> Iterator[_Way]:
-        """That to `nodes`, and those to what the graph writes to inputs that are on a way."""
+    def _paths(self, nodes: Sequence[Node]) -> Iterator[_Path]:
+        """Yield the path to `nodes`, and those to the graph's writes to inputs that they read."""
         pending: list[tuple[Node | None, tuple[Node, ...]]] = [(None, tuple(nodes))]
-        told: set[Node] = set()
+        visited: set[Node] = set()
         while pending:
             written, ends = pending.pop(0)
-            on_the_way, read = self._on_the_way(ends)
-            fresh = tuple(node for node in on_the_way if node not in told)
-            told.update(fresh)
+            needed, read = self._path_nodes(ends)
+            fresh = tuple(node for node in needed if node not in visited)
+            visited.update(fresh)
             pending += [(node, self._writes[node]) for node in fresh if node in self._writes]
-            yield _Way(written, ends, fresh, frozenset(read))
+            yield _Path(written, ends, fresh, frozenset(read))
 
-    def _described_write(self, way: _Way) -> str:
-        assert way.written is not None
-        return f"written to input {self._place_of_input[way.written]}"
+    def _described_write(self, path: _Path) -> str:
+        assert path.written is not None
+        return f"written to input {self._input_indices[path.written]}"
 
-    def _on_the_way(self, nodes: Sequence[Node]) -> tuple[list[Node], set[Node]]:
-        """`nodes` and what they are computed from, in host order, and those whose contents matter among them.
-
-        As far as it need not be equal on all ranks for another reason.
-        """
-        on_the_way, read = sorted(walk(nodes, self._sources)), set(nodes)
-        for node in on_the_way:
+    def _path_nodes(self, nodes: Sequence[Node]) -> tuple[list[Node], set[Node]]:
+        """Return `nodes` and their ancestors up to results that all ranks share, and those whose contents matter."""
+        needed, read = sorted(walk(nodes, self._sources)), set(nodes)
+        for node in needed:
             if not self._is_equal_by_itself(node):
                 read.update(inputs_read(node)[0])
-        return on_the_way, read
+        return needed, read
 
     def _sources(self, node: Node) -> list[Node]:
         if self._is_equal_by_itself(node):
             return []
         read, sized = inputs_read(node)
-        known = {_sizes_of(used) for used in read}
-        return read + [used for used in sized if not _has_constant_sizes(used) and _sizes_of(used) not in known]
+        read_sizes = {_sizes_of(used) for used in read}
+        return read + [used for used in sized if not _has_constant_sizes(used) and _sizes_of(used) not in read_sizes]
 
     def _is_equal_by_itself(self, node: Node) -> bool:
-        """Whatever it is made of: complete banks, and what the ranks of the group add up or gather."""
+        """Return whether the result is equal on all ranks for any inputs, as that of an all-reduce."""
         if node.target is COMPLETE_EXPERTS:
             return Completion.of(node).group_name == self._group_name
         return node.target is gather or (self._names_group(node) and str(node.target) in _EQUALISING)
@@ -160,7 +152,7 @@ class ReplicatedValues:
         return self._group_name in (*node.args, *node.kwargs.values())
 
     def _digest(self, node: Node) -> str:
-        """Of how `node` is computed: that of its text, in which the digests of others stand for them."""
+        """Return the digest of the text of `node`, in which the digests of its inputs replace their names."""
         if node not in self._digests:
             for used in sorted(walk([node], self._sources, lambda used: used not in self._digests)):
                 text = self._describe(used, self._digests)
@@ -169,7 +161,7 @@ class ReplicatedValues:
 
     def _describe(self, node: Node, names: dict[Node, str]) -> str:
         if node.op == "placeholder":
-            return f"input {self._place_of_input[node]} {_describe_value(fake_value(node))}"
+            return f"input {self._input_indices[node]} {_describe_value(fake_value(node))}"
         if node.op == "get_attr":
             return f"constant {describe_constant(constant_of(node), is_placed=False)}"
         if node.target is gather:
@@ -185,9 +177,9 @@ class ReplicatedValues:
         return f"{describe_target(node)} {_without_device_numbers(arguments)}"
 
     def _number_of(self, node: Node) -> int:
-        """Which of the group's calls of its kind in the graph: ranks that run the same graph make them in one order."""
+        """Return the index of `node` among the group's calls of its operator. All ranks make them in one order."""
         calls = node.graph.find_nodes(op="call_function", target=node.target)
-        return sum(1 for other in calls if other < node and self._names_group(other))
+        return sum(1 for call in calls if call < node and self._names_group(call))
 
 
 def _sizes_of(node: Node) -> str:
@@ -207,7 +199,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _without_device_numbers(arguments: Any) -> Any:
-    """Ranks compute on devices of their own."""
+    """Return `arguments` with device types for devices, since the indices of ranks' devices differ."""
     if isinstance(arguments, torch.device):
         return arguments.type
     if isinstance(arguments, dict):

@@ -1,4 +1,4 @@
-"""Blocks on numbers: small copies of them, how tokens are routed in each run, and one such run.
+"""Runs of blocks on sample numbers: small copies of blocks, routing scenarios, and the interpreter.
 
 May import parallel/ranges, parallel/rows, parallel/local_form, parallel/match, rows, graph, ops, ir.
 """

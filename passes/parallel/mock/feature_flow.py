@@ -1,12 +1,12 @@
-"""Check that a parallel block treats all features alike, so that a few of them prove the same as all.
+"""Check that a parallel block treats all features alike, so that a proof for a few features holds for all.
 
 Contract
     in    a block, the local form that was written for it, and its data nodes (data_flow.py)
-    out   nothing where every feature of a row goes the same way; else the first node that may tell features apart
+    out   None if the block treats all features of a row alike; else the first node that may not
 
-Features are the last dimension of rows. Everything between the GEMMs and the collectives must move, weigh and add
-whole rows: no index, cut, pad or sum along the last dimension, and no mask or index that differs along it. What stands
-between two GEMMs, the activation function, may mix features: the local form repeats it.
+Features are the last dimension of rows. Outside the GEMMs the block may only move, scale and add entire rows, without
+lookups, slices, pads or sums along the last dimension, and without masks or indices that vary along it. The activation
+function between GEMMs may mix features, since the local form repeats it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from moepass.passes.parallel.match.parallel_block import ParallelBlock
 aten = torch.ops.aten
 
 
-def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
-    """Return the first node of the block that may treat one feature unlike another."""
+def feature_dependent_node(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
+    """Return the first node of the block that may treat features differently, or None."""
     weights = {gemm.weights for gemm in block.gemms}
     gemms = {gemm.node for gemm in block.gemms}
-    # Nodes whose last dimension are features, each treated alike, or along whose last dimension nothing differs.
+    # Nodes whose last dimension has features that were treated alike, or equal values.
     alike = {node for role, node in block.sources.items() if role in ("rows", "hidden")}
     alike.update(node for node in block.expert_tensors if node not in weights)
     for node in block.region:
@@ -60,15 +60,13 @@ def _is_by_row(mask: Node, masked: Node) -> bool:
     value = fake_value(mask)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
-    other_dims = zip(value.shape[1:], value.stride()[1:], strict=True)
-    flat = all(
-        (isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in other_dims
-    )
-    return flat and value.dim() == fake_value(masked).dim()
+    dims = zip(value.shape[1:], value.stride()[1:], strict=True)
+    is_flat = all((isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in dims)
+    return is_flat and value.dim() == fake_value(masked).dim()
 
 
 def _is_flat(node: Node, alike: set[Node]) -> bool:
-    """Return whether an operand has features that are treated alike, or is the same for all features."""
+    """Return whether the features of an operand were treated alike, or are equal."""
     value = fake_value(node)
     if node in alike or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
@@ -77,7 +75,7 @@ def _is_flat(node: Node, alike: set[Node]) -> bool:
 
 
 def _treats_alike(node: Node, alike: set[Node]) -> bool:
-    """Return whether `node`, some of whose operands are rows, does the same to every feature of them."""
+    """Return whether `node`, which has operands of rows, treats all of their features alike."""
     if collective_of(node) is not None or has_trait(node, Trait.WAIT, Trait.ITEM):
         return True
     arguments = all_arguments(node)
@@ -89,16 +87,16 @@ def _treats_alike(node: Node, alike: set[Node]) -> bool:
     if is_along or base_operation(node) in ("index_select", "index_add", "index_copy"):
         # An index with as many dimensions as the rows must be the same for all features.
         index = arguments.get("index") if has_trait(node, Trait.TOGETHER) else None
-        moved = [
+        operands = [
             used for used in _tensors(arguments, ("self", "tensors", "src", "source", "input")) if used is not index
         ]
         by_row = index is None or (isinstance(index, Node) and _is_flat(index, alike) and _keeps_width(node))
-        return by_row and _not_along_last(node, arguments) and all(_is_flat(used, alike) for used in moved)
+        return by_row and _not_along_last(node, arguments) and all(_is_flat(used, alike) for used in operands)
     if has_trait(node, Trait.LOOKUP, Trait.WRITE):
         indices = arguments["indices"]
         rows = arguments["self"]
-        is_whole = len(indices) < fake_value(rows).dim() or indices[-1] is None
-        return is_whole and all(_is_flat(used, alike) for used in _tensors(arguments, ("self", "values")))
+        keeps_last = len(indices) < fake_value(rows).dim() or indices[-1] is None
+        return keeps_last and all(_is_flat(used, alike) for used in _tensors(arguments, ("self", "values")))
     if has_trait(node, Trait.PAD):
         return all(isinstance(size, int) and size == 0 for size in arguments["pad"][:2])
     if has_trait(node, Trait.REPEAT):
@@ -123,7 +121,7 @@ def _not_along_last(node: Node, arguments: dict[str, Any]) -> bool:
     chosen = arguments.get("dims", arguments.get("dim"))
     if chosen is None or chosen == []:
         return False  # along all dimensions
-    # A new dimension of `stack` counts among those that come out.
+    # `stack` counts dimensions of its result.
     number = after.dim() if is_call(node, aten.stack.default) else before.dim()
     dims = chosen if isinstance(chosen, Sequence) else [chosen]
     return all(isinstance(dim, int) and dim % number != number - 1 for dim in dims)

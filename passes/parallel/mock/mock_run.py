@@ -1,10 +1,9 @@
-"""Run the nodes of a parallel block, and of its local form, on real numbers, with mock peers.
+"""Interpreter of a parallel block and its local form on sample numbers, with mock peers.
 
-Two things make a run cheap and sharp. Expert GEMMs are not computed: a GEMM gives, for each row, a number that
-depends on the row, on the expert and on the GEMM, so that a row that meets the wrong expert shows; nor is the
-activation function, for which other functions of a row stand (row_functions.py). Rows beyond the last offset,
-and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9, whatever types
-the graph computes in. A value is dropped when its last reader has run.
+Runs do not compute expert GEMMs: the results depend on the row, the expert and the GEMM, so a row with a wrong expert
+shows. Other functions of a row replace the activation function (row_functions.py). Rows beyond the last offset and
+uninitialised memory are NaN. Runs compute in float64 for all dtypes of the graph, so that results are equal within
+1e-9, and drop a value after its last reader.
 """
 
 from __future__ import annotations
@@ -32,42 +31,42 @@ from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
 
-# Sizes for the symbols of a graph: distinct, so that one does not pass for another.
+# Sizes for the symbols of a graph. All differ, so that none is mistaken for another.
 SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
-# A loaded peer brings at most so many rows, or as many as this rank.
+# Limit on the rows of a loaded peer, unless this rank has more.
 MOST_ROWS = 2048
 
-# Plays the other ranks: what a collective gives back for what it was sent, in parts of these sizes.
+# The other ranks: a function from a collective, its input, and the sizes it sends and receives, to its result.
 Answer = Callable[[Collective, torch.Tensor, list[int], list[int]], torch.Tensor]
 
 
 class ContractBroken(Exception):  # noqa: N818  becomes the reason of a refusal
-    """The block does not do what a block of its form does."""
+    """The block breaks the contract of its form."""
 
 
 def _no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-    raise ContractBroken(f"the local form holds {collective.kind}")
+    raise ContractBroken(f"the local form contains {collective.kind}")
 
 
 class Steps:
-    """Nodes in the order in which they run, and which values may go after each of them."""
+    """Nodes in the order in which they run, and the values to drop after each of them."""
 
     def __init__(self, nodes: Iterable[Node], wanted: Node) -> None:
         self.nodes = tuple(nodes)
         self.wanted = wanted
         last: dict[Node, int] = {}
-        for place, node in enumerate(self.nodes):
-            last[node] = place
-            last.update((used, place) for used in node.all_input_nodes)
+        for index, node in enumerate(self.nodes):
+            last[node] = index
+            last.update((used, index) for used in node.all_input_nodes)
         self.drops: list[list[Node]] = [[] for _ in self.nodes]
-        for node, place in last.items():
+        for node, index in last.items():
             if node is not wanted:
-                self.drops[place].append(node)
+                self.drops[index].append(node)
 
     @classmethod
-    def between(cls, nodes: Iterable[Node], given: set[Node], wanted: Node) -> Steps:
-        """Those of `nodes` that `wanted` is computed by from `given`."""
-        needed = set(ancestors(wanted, follow=lambda used: used not in given)) - given
+    def between(cls, nodes: Iterable[Node], sources: set[Node], wanted: Node) -> Steps:
+        """Return the steps among `nodes` that compute `wanted` from `sources`."""
+        needed = set(ancestors(wanted, follow=lambda used: used not in sources)) - sources
         return cls((node for node in nodes if node in needed), wanted)
 
 
@@ -81,14 +80,15 @@ class MockBlock:
         self.result = result
         self.region = Steps(block.region, block.sink)
         self.local_form = Steps(local.written, result)
-        given = {local.rows, local.ends, *local.travelling, *([local.row_ids] if local.row_ids is not None else [])}
-        self.experts = Steps.between(local.written, given, local.outputs)
+        sources = {local.rows, local.ends, *local.travelling, *([local.row_ids] if local.row_ids is not None else [])}
+        self.experts = Steps.between(local.written, sources, local.outputs)
         self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
         self.sizes = symbol_sizes(block)
-        # How wide the rows are that go into a GEMM and come out of it.
+        # Widths of the rows into and out of each GEMM.
         self.widths = [(gemm.inner, gemm.outer) for gemm in block.gemms]
 
     def shape(self, node: Node) -> list[int]:
+        """Return the shape of `node` in runs."""
         return [concrete(size, self.sizes) for size in fake_value(node).shape]
 
 
@@ -118,63 +118,57 @@ class MockRun:
         }
 
     def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
-        """The block's result for this rank's own `sources`; `answer` plays the other ranks."""
+        """Return the block's result for this rank's `sources`; `answer` plays the other ranks."""
         return self._evaluate(self.mock.region, sources, answer)
 
     def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
-        """The local form's result for this rank's own `sources`."""
+        """Return the local form's result for this rank's `sources`."""
         return self._evaluate(self.mock.local_form, sources, _no_collectives)
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`, with what travels.
-
-        As the local form has them, for any number of rows: whoever brings them.
-        """
+        """Return the outputs of the local form's experts: expert `ids[i]` on `rows[i]` and its `travelling` values."""
         sorted_ids, order = ids.sort(stable=True)
         local = self.local
         ends = torch.bincount(sorted_ids, minlength=self.block.experts).cumsum(0, dtype=torch.int32)
         values: dict[Node, Any] = {local.rows: rows[order], local.ends: ends}
-        values.update((node, beside[order]) for node, beside in zip(local.travelling, travelling, strict=True))
+        values.update((node, tensor[order]) for node, tensor in zip(local.travelling, travelling, strict=True))
         if local.row_ids is not None:
             values[local.row_ids] = sorted_ids
         outputs = torch.empty(len(rows), self.mock.widths[-1][1], dtype=torch.float64)
         outputs[order] = self._evaluate(self.mock.experts, values, _no_collectives)
         return outputs
 
-    # ------------------------------------------------------------------------------------------------------ numbers
-
     def peer_pairs(self, peer: int, own_pairs: int) -> int:
-        """How many pairs the rank `peer` brings for this rank's experts."""
+        """Return the number of pairs that the rank `peer` brings for this rank's experts."""
         experts = len(self.block.own_experts)
         if self.scenario.load and peer == 0:
             return min(max(self.scenario.load * own_pairs, 4), max(MOST_ROWS, own_pairs))
         return experts if self.scenario.full else self.scenario.peer_pairs
 
     def random_rows(self, *shape: int) -> torch.Tensor:
+        """Return random numbers between -0.5 and 0.5."""
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64).sub_(0.5)
 
-    # -------------------------------------------------------------------------------------------------- interpreter
-
-    def _evaluate(self, steps: Steps, given: Mapping[Node, Any], answer: Answer) -> Any:
-        """What `steps` want, computed from the values of `given` nodes."""
+    def _evaluate(self, steps: Steps, sources: Mapping[Node, Any], answer: Answer) -> Any:
+        """Return the result of `steps` for the values of `sources`."""
         values: dict[Node, Any] = {}
 
         def value_of(node: Node) -> Any:
             if node not in values:
-                self._note(node, values.setdefault(node, given[node] if node in given else self._leaf(node)))
+                self._record(node, values.setdefault(node, sources[node] if node in sources else self._leaf(node)))
             return values[node]
 
-        for node in given:
+        for node in sources:
             value_of(node)
         for node, drops in zip(steps.nodes, steps.drops, strict=True):
             if node not in values:
                 values[node] = self._run_node(node, value_of, answer)
-                self._note(node, values[node])
+                self._record(node, values[node])
             for dropped in drops:
                 values.pop(dropped, None)
         return value_of(steps.wanted)
 
-    def _note(self, node: Node, value: Any) -> None:
+    def _record(self, node: Node, value: Any) -> None:
         if self.ranges is not None:
             self.ranges.observe(node, value)
 
@@ -194,7 +188,7 @@ class MockRun:
         if node in functions.counts:
             return len(value_of(functions.counts[node]))
         if node in functions.constants:
-            return None  # only functions of rows read them, and these are not computed
+            return None  # only replaced functions of rows read constants
         return self._run_call(node, value_of, answer)
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
@@ -204,9 +198,9 @@ class MockRun:
         args, kwargs = arguments
         collective = collective_of(node)
         if collective is not None:
-            given = named_arguments(node, args, kwargs)
-            sizes = (given.get(name, ()) for name in ("input_split_sizes", "output_split_sizes"))
-            return answer(collective, given["input"], *([int(size) for size in part] for part in sizes))
+            inputs = named_arguments(node, args, kwargs)
+            sizes = (inputs.get(name, ()) for name in ("input_split_sizes", "output_split_sizes"))
+            return answer(collective, inputs["input"], *([int(size) for size in split] for split in sizes))
         if is_call(node, WAIT):
             return args[0]
         value = node.target(*_doubled(args), **_doubled(kwargs))  # type: ignore[operator]
@@ -226,7 +220,7 @@ class MockRun:
         for local, complete in self.local.complete.items():
             if complete is node and local in self.biases:
                 return self.biases[local]
-        # Weights: only GEMMs read them, and these are not computed. A view of one zero takes no memory.
+        # Weights, which only GEMMs read, without computing. A view of one zero takes no memory.
         return torch.zeros((), dtype=torch.float64).expand(self.mock.shape(node))
 
     def _gemm(self, number: int, node: Node, value_of: Callable[[Node], Any], experts: range) -> torch.Tensor:
@@ -239,8 +233,8 @@ class MockRun:
             raise ContractBroken(f"a GEMM of {len(rows)} rows has the offsets {ends.tolist()}")
         outputs = torch.empty(len(rows), expert_factors.shape[1], dtype=torch.float64)
         inside = int(counts.sum())
-        of_each = repeat_each(torch.arange(experts.start, experts.stop), counts)
-        torch.index_select(expert_factors, 0, of_each, out=outputs[:inside])
+        ids = repeat_each(torch.arange(experts.start, experts.stop), counts)
+        torch.index_select(expert_factors, 0, ids, out=outputs[:inside])
         # Between -1 and 1, so that no activation function saturates and hides a difference.
         outputs[:inside].mul_((rows[:inside] @ row_factors).unsqueeze(-1)).sin_()
         outputs[inside:] = math.nan
@@ -255,24 +249,21 @@ def _constant(node: Node) -> torch.Tensor:
 
 
 def _doubled(arguments: Any) -> Any:
-    """Arguments of an operator, with float64 for every floating type and this device for every other."""
+    """Return arguments of an operator with float64 for floating dtypes, and the CPU for devices."""
 
     def change(argument: Any) -> Any:
         if isinstance(argument, torch.dtype) and argument.is_floating_point:
             return torch.float64
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
-    # Types and devices stand in no lists.
+    # Lists contain no dtypes and devices.
     if isinstance(arguments, dict):
         return {name: change(argument) for name, argument in arguments.items()}
     return [change(argument) for argument in arguments]
 
 
 def _spoil(memory: torch.Tensor) -> None:
-    """Memory that nobody has written may hold anything, by chance also what was wanted of it, and not the same twice.
-
-    Here it holds what no computation goes on with: NaN, an index that nothing has.
-    """
+    """Fill uninitialised memory with NaN, indices out of range or random masks, so that it is never right by chance."""
     if memory.is_floating_point():
         memory.fill_(math.nan)
     elif memory.dtype is torch.bool:
@@ -282,15 +273,12 @@ def _spoil(memory: torch.Tensor) -> None:
 
 
 def _rows_and_ends(gemm: Node) -> tuple[Node, Node]:
-    given = named_arguments(gemm)
-    return next(iter(given.values())), given["offs"]
-
-
-# ------------------------------------------------------------------------------------------------------------- sizes
+    arguments = named_arguments(gemm)
+    return next(iter(arguments.values())), arguments["offs"]
 
 
 def symbol_sizes(block: ParallelBlock) -> dict[Any, int]:
-    """A size for each symbol of the block's shapes that is known before a run."""
+    """Return a size for each symbol of the block's shapes that is known before a run."""
     sizes = itertools.chain(SYMBOL_SIZES, itertools.count(SYMBOL_SIZES[-1] + 1))
     return {symbol: next(sizes) for symbol in dict.fromkeys(_known_symbols(block))}
 
@@ -303,7 +291,7 @@ def _known_symbols(block: ParallelBlock) -> Iterator[Any]:
             if isinstance(size, torch.SymInt):
                 env = size.node.shape_env
                 for symbol in sorted(size.node.expr.free_symbols, key=str):
-                    # How many rows a mask left is known where the block begins.
+                    # An unbacked size of a source is known before the block runs.
                     if symbol in of_sources or not env.is_unbacked_symint(symbol):
                         yield symbol
 
@@ -313,11 +301,12 @@ def _symbols_of(node: Node) -> set[Any]:
 
 
 def concrete(size: Any, sizes: Mapping[Any, int]) -> int:
+    """Return the number of a size, with `sizes` for symbols."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     return int(size.node.expr.xreplace({symbol: sizes[symbol] for symbol in size.node.expr.free_symbols}))
 
 
 def repeat_each(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`values.repeat_interleave(counts)`, which wakes all threads of a machine however few numbers there are."""
+    """Return `values.repeat_interleave(counts)`, which would start all threads of the machine for a few numbers."""
     return torch.from_numpy(numpy.repeat(values.numpy(), counts.numpy()))

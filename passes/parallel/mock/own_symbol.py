@@ -1,15 +1,13 @@
-"""Give the number of a block's tokens a symbol of its own, where it is computed from the sizes of the graph.
+"""Replace a computed number of tokens by a symbol, which mock runs can choose.
 
 Contract
     in    a block that is ready to run, and its data nodes
-    out   the same where its tokens are as many as a symbol says, or a constant. Where they are a quotient, a remainder,
-          or more than one of them (`n + (-n) % 8` for tokens that were padded), a copy of the block in which a symbol
-          stands for that number, and nothing tells what it is computed from
-          NotThisForm where the block also computes with that, apart from the number of its tokens
+    out   the same block if its number of tokens is a symbol or constant. If it is computed by divisions, such as
+          `n + (-n) % 8` for padded tokens, a copy of the block in which a new symbol replaces it
+          NotThisForm if the block also computes with `n` otherwise
 
-What is proved of the copy for every number of tokens is proved of the captured block, whose numbers are some of them.
-Run as it was captured, a block of `n // 16` tokens would have none for every `n` that the mock runs try. And a graph
-with dynamic sizes is judged as the one with static sizes, in which the same number is a constant.
+A proof for every value of the symbol covers all numbers of tokens of the captured block, which would have none for
+`n // 16` and the small `n` of mock runs. Graphs with static sizes, where the number is a constant, have the same proof.
 """
 
 from __future__ import annotations
@@ -40,16 +38,13 @@ _AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())
 
 
 def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
-    """`mock` and `data`, or their copy. Raises NotThisForm."""
+    """Return `mock` and `data`, or their copy with a symbol for a computed number of tokens. Raises NotThisForm."""
     tokens = _tokens(mock.block)
     return SmallCopy(mock, data) if tokens is None else _Renamer(mock, tokens).copy(data)
 
 
 def _tokens(block: ParallelBlock) -> sympy.Expr | None:
-    """How many tokens the rank brings, or rows where nothing says that, or slots for each expert.
-
-    None where it is not computed before a run.
-    """
+    """Return this rank's number of tokens (else rows) or slots per expert if it is computed before a run; else None."""
     rows = fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
     if not isinstance(rows, torch.SymInt):  # slots
         return None
@@ -60,7 +55,7 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
     else:
         routed = routed_tokens(block)
         tokens = sympy.expand(size_expression(rows) if routed is None else routed)
-    # How many slots there are is known where they are filled, also where the host reads what ranks agreed on.
+    # The number of slots is known when they are filled, even if ranks agree on it in a run.
     is_known = block.form == "all_to_all_slots" or not any(
         map(rows.node.shape_env.is_unbacked_symint, tokens.free_symbols)
     )
@@ -69,21 +64,21 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
 
 class _Renamer(BlockCopier):
     def __init__(self, mock: MockBlock, tokens: sympy.Expr) -> None:
-        self._own = sympy.Symbol("own_tokens", integer=True, nonnegative=True)
+        self._new_symbol = sympy.Symbol("own_tokens", integer=True, nonnegative=True)
         as_captured = SmallMock(mock, _AS_CAPTURED)
-        as_captured.sizes = {**mock.sizes, self._own: SYMBOL_SIZES[0]}
+        as_captured.sizes = {**mock.sizes, self._new_symbol: SYMBOL_SIZES[0]}
         super().__init__(as_captured, Guess())
         self._block, self._result = mock.block, mock.result
         self._tokens = tokens
-        # The term that is put in terms of the others: every size that is a multiple of the tokens becomes one of `own`.
+        # `_term_value` replaces this term, which turns multiples of the tokens into multiples of the symbol.
         terms = tokens.as_coefficients_dict()
         self._term = min((term for term in terms if term.atoms(Application)), key=str)
-        self._stands_for = (self._own - (tokens - terms[self._term] * self._term)) / terms[self._term]
-        # The node that has that number, where others are computed from it.
-        self._own_node: Node | None = None
+        self._term_value = (self._new_symbol - (tokens - terms[self._term] * self._term)) / terms[self._term]
+        # The node of the number of tokens, if other sizes are computed from it.
+        self._token_node: Node | None = None
 
     def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Without those that only compute the number of tokens, or multiples of it."""
+        """Return `nodes` without those that only compute the number of tokens, or multiples of it."""
         stops = {*self._block.sources.values(), *self._block.expert_tensors}
 
         def is_needed(node: Node) -> bool:
@@ -103,35 +98,34 @@ class _Renamer(BlockCopier):
         if times is None:
             super()._call(node)
             return
-        if self._own_node is None:
-            self._own_node = self._graph.placeholder("own_tokens")
-            self._own_node.meta["val"] = self._env.create_symintnode(self._copied_symbol(self._own), hint=None)
-        copied = self._graph.call_function(operator.mul, (self._own_node, times))
-        copied.meta = {**node.meta, "val": fake_value(self._own_node) * times}
+        if self._token_node is None:
+            self._token_node = self._graph.placeholder("own_tokens")
+            self._token_node.meta["val"] = self._env.create_symintnode(self._copied_symbol(self._new_symbol), hint=None)
+        copied = self._graph.call_function(operator.mul, (self._token_node, times))
+        copied.meta = {**node.meta, "val": fake_value(self._token_node) * times}
         self._nodes[node] = copied
 
     def expression(self, size: torch.SymInt) -> Any:
-        return sympy.expand(size.node.expr.xreplace({self._term: self._stands_for}))
+        return sympy.expand(size.node.expr.xreplace({self._term: self._term_value}))
 
     def _times_tokens(self, node: Node) -> int | None:
-        """How many times the tokens the size `node` is; None for anything else."""
+        """Return the quotient of the size `node` and the number of tokens, or None if it is no integer."""
         value = fake_value(node)
-        times = ratio(self.expression(value), self._own) if isinstance(value, torch.SymInt) else None
+        times = ratio(self.expression(value), self._new_symbol) if isinstance(value, torch.SymInt) else None
         return int(times) if times is not None and times.is_Integer else None
 
     def _check(self, node: Node) -> None:
-        """Raises NotThisForm where `node`, or what it reads, has a size that the tokens do not tell."""
+        """Raise NotThisForm if `node` or an input has a size that does not follow from the number of tokens."""
         for used in (node, *node.all_input_nodes):
             value = fake_value(used)
             for item in several(value):
                 for size in item.shape if isinstance(item, torch.Tensor) else (item,):
-                    if isinstance(size, torch.SymInt) and self._tells_apart(self.expression(size)):
+                    if isinstance(size, torch.SymInt) and self._depends_on_more(self.expression(size)):
                         raise NotThisForm(
-                            f"{named(used)} has a size that its tokens do not tell, so it computes with a size that "
-                            "they are computed from; expected all of its sizes to follow from the "
-                            "number of its tokens"
+                            f"{named(used)} computes with a size from which the number of tokens is computed; "
+                            "expected all sizes to follow from the number of tokens"
                         )
 
-    def _tells_apart(self, size: sympy.Expr) -> bool:
-        is_whole = all(times.is_Integer for times in size.as_coefficients_dict().values())
-        return not is_whole or bool(size.free_symbols & self._tokens.free_symbols)
+    def _depends_on_more(self, size: sympy.Expr) -> bool:
+        is_integral = all(times.is_Integer for times in size.as_coefficients_dict().values())
+        return not is_integral or bool(size.free_symbols & self._tokens.free_symbols)

@@ -1,4 +1,4 @@
-"""How tokens are routed in the mock runs of a parallel block."""
+"""Routing of tokens in the mock runs of a parallel block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# The first peer may bring more than so many times what this rank does.
+# In one scenario the first peer brings more than this many times the pairs of this rank.
 MOST_RATIO = 4
 
 Draw = Callable[[torch.Generator, int, int], torch.Tensor]
@@ -15,10 +15,10 @@ Draw = Callable[[torch.Generator, int, int], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """How tokens are routed in one run.
+    """Routing of tokens in one run.
 
-    `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
-    the first one `load` times as many as this rank where that is not 0, and all bring one for each expert where `full`.
+    `own` and `peers` draw experts for the pairs of this rank and of its peers. A peer brings `peer_pairs` pairs, or one
+    for each expert if `full`. If `load` is not 0, the first peer brings `load` times as many as this rank.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Scenario:
 
 
 def anywhere(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    """Draw random experts."""
     return torch.randint(0, experts, (pairs,), generator=generator)
 
 
@@ -42,7 +43,7 @@ def _each_in_turn(generator: torch.Generator, pairs: int, experts: int) -> torch
 
 
 def among(ids: Sequence[int]) -> Draw:
-    """Experts anywhere, each of `ids` among them where there are pairs enough."""
+    """Return a function that draws random experts, including all `ids` if there are enough pairs."""
 
     def draw(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
         drawn = anywhere(generator, pairs, experts)

@@ -2,17 +2,13 @@
 
 Contract
     in    a block, the local form that was written for it, and its data nodes
-    out   the same in small: another graph, node by node the same calls. Its numbers are those of the captured block
-          read as sizes; with the captured sizes they are the captured numbers again. What is proved of it for all sizes
-          is proved of the captured block.
-          Where numbers may be read in several ways, several copies; NoSmallCopy where there is none
-          ContractBroken where the block breaks its contract in small, however its numbers are read
+    out   a copy in another graph, with the same calls, in which numbers are replaced by symbols or small numbers. With
+          the captured sizes it has the captured numbers, so a proof for all sizes holds for the captured block.
+          Several copies if numbers have several readings; NoSmallCopy without any; ContractBroken if the block breaks
+          its contract with small sizes, for every reading
 
-Pseudo-code
-    features are made fewer where the block treats all alike (feature_flow)
-    for what may be small, the smallest first:
-        find out which numbers are sizes (small_guess)
-        copy every node, with symbols for sizes that grow and small numbers for widths
+Features become fewer if the block treats all alike (feature_flow.py). A search finds out which numbers are sizes
+(small_guess.py), for each set of sizes that may be small, the smallest first.
 """
 
 from __future__ import annotations
@@ -33,22 +29,22 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.nodes import fake_value, map_nodes
 from moepass.passes.ops.arguments import replace_numbers
-from moepass.passes.parallel.mock.feature_flow import tells_features_apart
+from moepass.passes.parallel.mock.feature_flow import feature_dependent_node
 from moepass.passes.parallel.mock.mock_run import MockBlock, MockRun
-from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
+from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, position_of, size_readings
 from moepass.passes.parallel.mock.small_sizes import Reading, run_bytes, scales
 
-# A size of so many symbols, as the sum of what hundreds of ranks send, is taken for one that nothing is known of.
+# A size of more symbols, such as a sum over hundreds of ranks, becomes an unknown size.
 _MOST_SYMBOLS = 8
-# [Empirical] Where a small copy was not proved, one of a size that takes seconds is not tried as well.
-_WORTH_ANOTHER = 16
-# Where the numbers of a block can be read in several ways, so many are tried.
+# [Empirical] After a failed proof, a copy must use this many times less memory, so that it does not run for seconds.
+_RETRY_DIVISOR = 16
+# Limit on the copies of one scale, if numbers have several readings.
 _MOST_COPIES = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallCopy:
-    """The copy, ready to run, and its data nodes."""
+    """A copy that is ready to run, and its data nodes."""
 
     mock: MockBlock
     data: set[Node]
@@ -57,37 +53,36 @@ class SmallCopy:
 def small_copies(
     mock: MockBlock, data: set[Node], check: Callable[[MockRun], None], most_bytes: int
 ) -> Iterator[SmallCopy]:
-    """The likeliest first. `check` tells whether a run keeps to the contract of the block's form.
+    """Yield small copies, the likeliest first. `check` raises if a run breaks the contract of the block's form.
 
-    Raises NoSmallCopy where there is none that runs in `most_bytes`, ContractBroken as above.
+    Raises NoSmallCopy if none runs in `most_bytes`, and ContractBroken as above.
     """
-    apart = tells_features_apart(mock.block, mock.local, data)
-    reason = "" if apart is None else f"{apart.name} ({apart.target}) may tell its features apart"
-    found = False
-    for scale in scales(mock.block, features_alike=apart is None):
-        if found and scale.growing is not None:
+    node = feature_dependent_node(mock.block, mock.local, data)
+    reason = "" if node is None else f"{node.name} ({node.target}) may treat features differently"
+    has_copy = False
+    for scale in scales(mock.block, features_alike=node is None):
+        if has_copy and scale.growing is not None:
             continue
-        if run_bytes(mock, scale) > (most_bytes // _WORTH_ANOTHER if found else most_bytes):
+        if run_bytes(mock, scale) > (most_bytes // _RETRY_DIVISOR if has_copy else most_bytes):
             continue
         small = SmallMock(mock, scale)
         try:
             for guess in itertools.islice(guesses(small, check), _MOST_COPIES):
                 small_copy = BlockCopier(small, guess).copy(data)
-                found = True
+                has_copy = True
                 yield small_copy
         except NoSmallCopy as error:
             reason = reason or str(error)
-        # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
-        # of a single token, torch writes what holds for no other number of them.
+        # A proof may need the captured number of slots, or a single token, for which torch specialises operators.
         is_single = scale.growing is not None and scale.growing.captured == 1
-        if found and mock.block.form != "all_to_all_slots" and not is_single:
+        if has_copy and mock.block.form != "all_to_all_slots" and not is_single:
             return
-    if not found:
+    if not has_copy:
         raise NoSmallCopy(reason or "nothing in it can be smaller")
 
 
 class BlockCopier:
-    """Copies a block and its local form into a graph of their own, its numbers read as `guess` says."""
+    """Copies a block and its local form into a new graph, with the numbers of `guess`."""
 
     def __init__(self, small: SmallMock, guess: Guess) -> None:
         self._small = small
@@ -99,14 +94,14 @@ class BlockCopier:
         self._fake_mode = FakeTensorMode(shape_env=self._env)
         self._symbols: dict[Any, Any] = {}
         self._unknown: dict[Any, torch.SymInt] = {}
-        # Hundreds of ranks have hundreds of tensors of one number.
+        # Fake tensors by type and shape, since hundreds of ranks have hundreds of tensors of one number.
         self._tensors: dict[Any, torch.Tensor] = {}
         self._sizes: dict[tuple[int, int], Node] = {}
         growing = small.scale.growing
-        # Without one no reading grows.
         self._growing: Any = None if growing is None else self._symbol("growing", growing.small)
 
     def copy(self, data: set[Node]) -> SmallCopy:
+        """Return the copy, with the copies of the `data` nodes."""
         block, local = self._small.block, self._small.local
         for node in dict.fromkeys((*block.sources.values(), *block.expert_tensors, *local.complete.values())):
             self._leaf(node)
@@ -162,7 +157,7 @@ class BlockCopier:
         return nodes
 
     def expression(self, size: torch.SymInt) -> Any:
-        """A captured size, as it is copied."""
+        """Return the expression of a captured size in the copy."""
         return size.node.expr
 
     def _exchange(self, exchange: Collective) -> Collective:
@@ -170,32 +165,30 @@ class BlockCopier:
         for node in (exchange.node, exchange.input, exchange.result):
             if node not in self._nodes:
                 raise NoSmallCopy(f"its exchange {exchange.node.name} uses {node.name}, which is outside it")
-        # The sizes of the parts are read off the node where they are needed.
+        # Readers of the sizes to send and receive take them from the node.
         return dataclasses.replace(
             exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()
         )
-
-    # -------------------------------------------------------------------------------------------------------- nodes
 
     def _call(self, node: Node) -> None:
         origin = self._small.local.origins.get(node, node)
         readings = self._guess.readings.get(origin, {})
 
         def small(name: str, position: int, number: int) -> Any:
-            reading = readings.get(place_of(name, position, number))
+            reading = readings.get(position_of(name, position, number))
             return number if reading is None or number == -1 else self._number(reading)
 
         args, kwargs = map_nodes(replace_numbers(node, small), self._copied)
         value = fake_value(node)
         if isinstance(value, torch.SymInt) and _is_arithmetic(node):
-            # Which of its numbers grow is known of its arguments alone.
+            # The size follows from the copied arguments.
             sizes = map_nodes(args, lambda used: fake_value(used))
             self._add(node, node.op, args, kwargs, node.target(*sizes))  # type: ignore[operator]
         else:
             self._add(node, node.op, args, kwargs, self._value(node))
 
     def _copied(self, node: Node) -> Node:
-        if node.graph is self._graph:  # a size that stands for a number
+        if node.graph is self._graph:  # a size that replaces a number
             return node
         if node not in self._nodes:
             self._leaf(node)
@@ -228,7 +221,7 @@ class BlockCopier:
         self._nodes[node] = added
 
     def _number(self, reading: Reading) -> int | Node:
-        """A number of an argument: a node where it grows."""
+        """Return a number among arguments: a node if it grows."""
         if not reading.grows:
             return reading.small
         key = (reading.factor, reading.offset)
@@ -237,8 +230,6 @@ class BlockCopier:
             node.meta["val"] = self._grown(reading)
             self._sizes[key] = node
         return self._sizes[key]
-
-    # --------------------------------------------------------------------------------------------------- fake values
 
     def _value(self, node: Node) -> Any:
         value = fake_value(node)
@@ -256,7 +247,6 @@ class BlockCopier:
         return self._size(value, None) if isinstance(value, torch.SymInt) else value
 
     def _tensor(self, captured: torch.Tensor, shape: Any) -> torch.Tensor:
-        # Only its type and its sizes are looked at.
         sizes = tuple(shape)
         key = (captured.dtype, *sizes) if all(isinstance(size, int) for size in sizes) else None
         if key not in self._tensors:
@@ -268,7 +258,7 @@ class BlockCopier:
         return self._tensors[key]
 
     def _size(self, captured: Any, small: int | None) -> Any:
-        """A captured size that is `small` in the copy."""
+        """Return the copy of a captured size; `small` is its value in the guess, None if it stays as captured."""
         if isinstance(captured, torch.SymInt):
             return self._expression(captured)
         if small is None or small == captured or not isinstance(captured, int):
@@ -284,19 +274,19 @@ class BlockCopier:
         expression = self.expression(size)
         if len(expression.free_symbols) > _MOST_SYMBOLS:
             return self._unknown.setdefault(expression, self._env.create_unbacked_symint())
-        known = {symbol: self._copied_symbol(symbol) for symbol in sorted(expression.free_symbols, key=str)}
-        constant, rest = expression.as_coeff_Add()
+        symbols = {symbol: self._copied_symbol(symbol) for symbol in sorted(expression.free_symbols, key=str)}
+        constant, symbolic = expression.as_coeff_Add()
         grown = [reading for reading in size_readings(self._small.scale, int(constant)) if reading.grows]
         if constant and grown:
             constant = grown[0].factor * self._growing + grown[0].offset
-        return self._env.create_symintnode(constant + rest.xreplace(known), hint=None)
+        return self._env.create_symintnode(constant + symbolic.xreplace(symbols), hint=None)
 
     def _copied_symbol(self, symbol: Any) -> Any:
         if symbol not in self._symbols:
-            known = self._small.sizes.get(symbol)
-            unknown = known is None
+            size = self._small.sizes.get(symbol)
+            is_unknown = size is None
             self._symbols[symbol] = (
-                self._env.create_unbacked_symint().node.expr if unknown else self._symbol(str(symbol), known)
+                self._env.create_unbacked_symint().node.expr if is_unknown else self._symbol(str(symbol), size)
             )
         return self._symbols[symbol]
 
@@ -308,5 +298,5 @@ class BlockCopier:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """True for a sum, a difference and the like of sizes."""
+    """Return whether `node` computes a size from sizes."""
     return getattr(node.target, "__module__", "") == "_operator" and node.target is not operator.getitem

@@ -1,11 +1,10 @@
-"""Find out which numbers of a captured block are sizes, by running it small: with mock peers, one node after another.
+"""Find out which numbers of a captured block are sizes, by running it node by node with small sizes and mock peers.
 
-A number may have several readings (small_sizes.py). Where a node runs, and gives a value whose shape is the
-captured one in small, with one of them only, that is it. Where several do, the likeliest is tried first, and another
-when the run fails later on.
+A number may have several readings (small_sizes.py). A reading is possible if the node runs with it, and its result has
+the small form of the captured shape. The likeliest of several is tried first, and others if the run fails later.
 
-A wrong guess can do no harm: read with the captured sizes every guess is the captured block, to the last number, and it
-is proved for all sizes. It may only fail to be proved.
+A wrong guess does no harm. With the captured sizes every guess has exactly the captured numbers, and it is proved for
+all sizes, so it can only fail to be proved.
 """
 
 from __future__ import annotations
@@ -22,62 +21,52 @@ from moepass.passes.graph.nodes import fake_value, map_nodes
 from moepass.passes.ops.arguments import UNNAMED, replace_numbers
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.parallel_block import bias_after
-from moepass.passes.parallel.mock.mock_run import (
-    Answer,
-    ContractBroken,
-    MockBlock,
-    MockRun,
-    concrete,
-)
+from moepass.passes.parallel.mock.mock_run import Answer, ContractBroken, MockBlock, MockRun, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
 from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
 
-# Use of a number, by the name of its argument.
+# Uses of numbers, by the names of their arguments.
 _SHAPES = {
     "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",
     "output_split_sizes",
 }  # fmt: skip
 _CUTS = {"start", "end", "pad"}
 _VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
-_USES = {
-    **dict.fromkeys(_SHAPES, Use.SHAPE),
-    **dict.fromkeys(_CUTS, Use.CUT),
-    **dict.fromkeys(_VALUES, Use.VALUE),
-}
-# Arguments among these that are lists in which equal numbers mean the same.
+_USES = {**dict.fromkeys(_SHAPES, Use.SHAPE), **dict.fromkeys(_CUTS, Use.CUT), **dict.fromkeys(_VALUES, Use.VALUE)}
+# List arguments in which equal numbers have equal readings.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
 _MOST_COMBINATIONS = 64
 _MOST_RUNS = 24
 
-# Where a number stands in a node's arguments: the argument's name, and the place in a list or the number itself.
-Place = tuple[str, int]
+# Position of a number in a node's arguments: the name of the argument, and the index in a list or the number itself.
+Position = tuple[str, int]
 
 
 class NoSmallCopy(Exception):  # noqa: N818  control flow of the proof
-    """Why the sizes of a block cannot be told."""
+    """The reason why no small copy of a block can be made."""
 
 
 class _Stuck(Exception):  # noqa: N818  control flow of the search
-    """A node runs with no reading of its numbers."""
+    """A node that runs with no reading of its numbers."""
 
 
 @dataclasses.dataclass
 class Guess:
-    """The readings of all numbers, by node, and the shapes that the nodes of the block had in a run with them."""
+    """Readings of all numbers, by node, and the shapes of the block's nodes in a run with them."""
 
-    readings: dict[Node, dict[Place, Reading]] = dataclasses.field(default_factory=dict)
+    readings: dict[Node, dict[Position, Reading]] = dataclasses.field(default_factory=dict)
     shapes: dict[Node, Any] = dataclasses.field(default_factory=dict)
 
 
 def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Guess]:
-    """Readings with which the first scenario passes `check`, the likeliest first.
+    """Yield guesses with which the first scenario passes `check`, the likeliest first.
 
-    Raises NoSmallCopy where none were found, ContractBroken where none can be.
+    Raises NoSmallCopy if none is found, and ContractBroken if none exists.
     """
     chosen: dict[Node, int] | None = {}
-    # Of readings that fail, those come nearest to what is meant with which most nodes ran.
+    # The failed guess with which most nodes ran is the most likely one.
     furthest: tuple[int, ContractBroken] | None = None
-    found = False
+    has_guess = False
     for _ in range(_MOST_RUNS):
         if chosen is None:
             break
@@ -89,28 +78,29 @@ def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Gues
             if not isinstance(error.__cause__, _Stuck) and (furthest is None or ran > furthest[0]):
                 furthest = (ran, error)
         else:
-            found = True
+            has_guess = True
             yield run.guess
         chosen = _next_choice(run.choices)
-    if found:
+    if has_guess:
         return
     if chosen is not None:
         raise NoSmallCopy("too many of its numbers may be sizes")
     if furthest is None or small.has_unread_numbers():
-        raise NoSmallCopy("some of its numbers are neither sizes nor constants that are known")
+        raise NoSmallCopy("some of its numbers are neither sizes nor known constants")
     raise furthest[1]
 
 
 def _next_choice(choices: list[tuple[Node, int, int]]) -> dict[Node, int] | None:
-    """The last of `choices` (of a node, one of how many) that can be another, and all before it; None at the end."""
-    for place, (node, number, of) in reversed([*enumerate(choices)]):
-        if number + 1 < of:
-            return {**{earlier: index for earlier, index, _ in choices[:place]}, node: number + 1}
+    """Return the next combination of `choices`, each a node with its choice and its number of choices; else None."""
+    for index, (node, number, count) in reversed([*enumerate(choices)]):
+        if number + 1 < count:
+            return {**{earlier: choice for earlier, choice, _ in choices[:index]}, node: number + 1}
     return None
 
 
-def place_of(name: str, position: int, number: int) -> Place:
-    return (name, number if name in _SPLITS else position)
+def position_of(name: str, index: int, number: int) -> Position:
+    """Return the position of `number` in the argument `name`; `index` is its index in a list."""
+    return (name, number if name in _SPLITS else index)
 
 
 class SmallMock(MockBlock):
@@ -136,6 +126,7 @@ class SmallMock(MockBlock):
                 self.weights.add(node)
 
     def shape(self, node: Node) -> list[int]:
+        """Return the small shape of a source or bias."""
         value, role = fake_value(node), self._roles.get(node)
         if node in self._bias_widths:
             return [*map(int, value.shape[:-1]), self._bias_widths[node]]
@@ -149,26 +140,27 @@ class SmallMock(MockBlock):
         return [concrete(first, self.sizes), *features]
 
     def has_unread_numbers(self) -> bool:
+        """Return whether a value or index may be a size that no reading takes for one."""
         growing = self.scale.growing
         if growing is None:
             return False
         if growing.captured == 1:
             return True
-        found: list[int] = []
+        numbers: list[int] = []
 
         def note(name: str, position: int, number: int) -> int:
             if name in _CUTS | _VALUES:
-                found.append(number)
+                numbers.append(number)
             return number
 
         for node in (*self.block.region, *self.local.written):
             if node not in self.weights and not self.functions.replaces(node):
                 replace_numbers(node, note)
-        return any(self.scale.is_unread(number) for number in found)
+        return any(self.scale.is_unread(number) for number in numbers)
 
 
 class _GuessingRun(MockRun):
-    """A run that reads numbers as `chosen` says, by node: which of the combinations that work; else the first."""
+    """A run that guesses readings. `chosen` selects one of the working combinations of a node, else it is the first."""
 
     mock: SmallMock
 
@@ -176,7 +168,7 @@ class _GuessingRun(MockRun):
         super().__init__(mock, torch.Generator().manual_seed(0), SCENARIOS[0], None)
         self._chosen = chosen
         self.guess = Guess()
-        # For each node with a choice: the choice taken, and the number of choices.
+        # Nodes with several working combinations: the selected one, and their number.
         self.choices: list[tuple[Node, int, int]] = []
         self._compares_shapes = False
 
@@ -187,7 +179,7 @@ class _GuessingRun(MockRun):
         return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources))
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        # Other rows than those of the captured block.
+        # These rows are not those of the captured block, so their shapes differ.
         before, self._compares_shapes = self._compares_shapes, False
         try:
             return super().experts(rows, ids, travelling)
@@ -203,28 +195,28 @@ class _GuessingRun(MockRun):
 
     def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         if node in self.mock.weights:
-            return None  # only GEMMs read them, and these are not computed
+            return None  # only GEMMs read weights, and they are not computed
         value = super()._run_node(node, value_of, answer)
         if self._compares_shapes and not self.mock.functions.replaces(node):
             if not self._fits(fake_value(node), value):
-                raise _Stuck(f"{node.name} ({node.target}) has another shape in small")
+                raise _Stuck(f"{node.name} ({node.target}) has another shape with small sizes")
             self.guess.shapes[node] = _shapes(value)
         return value
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
-        # The local form's copy of a node has the same numbers in the same sense.
+        # A node and its copy in the local form have the same readings.
         origin = self.local.origins.get(node, node)
-        known = self.guess.readings.get(origin)
-        if known is not None:
-            return self._call(node, _arguments(node, known, value_of), answer)
-        places = self._possible(node)
-        working: list[tuple[dict[Place, Reading], Any]] = []
+        guessed = self.guess.readings.get(origin)
+        if guessed is not None:
+            return self._call(node, _arguments(node, guessed, value_of), answer)
+        possible = self._possible(node)
+        working: list[tuple[dict[Position, Reading], Any]] = []
         failure: Exception | None = None
-        for combination in itertools.islice(itertools.product(*places.values()), _MOST_COMBINATIONS):
-            readings = dict(zip(places, combination, strict=True))
+        for combination in itertools.islice(itertools.product(*possible.values()), _MOST_COMBINATIONS):
+            readings = dict(zip(possible, combination, strict=True))
             try:
                 value = self._call(node, _arguments(node, readings, value_of), answer)
-            except Exception as error:  # whatever an operator says to sizes that do not fit
+            except Exception as error:  # operators raise anything for sizes that do not fit
                 failure = failure or error
                 continue
             if not self._compares_shapes or self._fits(fake_value(node), value):
@@ -232,41 +224,41 @@ class _GuessingRun(MockRun):
         if not working:
             if isinstance(failure, ContractBroken):
                 raise failure
-            raise _Stuck(f"{node.name} ({node.target}) does not run in small") from failure
+            raise _Stuck(f"{node.name} ({node.target}) does not run with small sizes") from failure
         index = self._chosen.get(origin, 0)
         if len(working) > 1:
             self.choices.append((origin, index, len(working)))
         self.guess.readings[origin], value = working[min(index, len(working) - 1)]
         return value
 
-    def _possible(self, node: Node) -> dict[Place, list[Reading]]:
-        """All readings of every number in the arguments of `node` that may be a size."""
-        found: dict[Place, list[Reading]] = {}
+    def _possible(self, node: Node) -> dict[Position, list[Reading]]:
+        """Return the possible readings of every number in the arguments of `node` that may be a size."""
+        readings: dict[Position, list[Reading]] = {}
 
         def note(name: str, position: int, number: int) -> int:
-            # -1 stays what it is.
+            # -1 is inferred by operators.
             if name in _USES and number != -1:
-                found[place_of(name, position, number)] = self.mock.scale.readings(
+                readings[position_of(name, position, number)] = self.mock.scale.readings(
                     number, _USES[name], prefers_growing=self._prefers_growing(node, name)
                 )
             return number
 
         replace_numbers(node, note)
-        return found
+        return readings
 
     def _prefers_growing(self, node: Node, name: str) -> bool:
-        """Whether a number that may be a count of experts, or of ranks, is rather one of tokens here."""
+        """Return whether a number that may count experts or ranks more likely counts tokens here."""
         value = fake_value(node)
         if not isinstance(value, torch.Tensor) or node in self.local.sized:
             return True
         if has_trait(node, Trait.FILL, Trait.ARANGE) and value.dim() == 1:
-            # What is made for each expert is counted by expert; a single number is one that ranks agree on.
+            # Vectors have an element per expert, but a single number is a capacity that ranks agree on.
             size = value.shape[0]
             return name == "fill_value" and isinstance(size, int) and size == 1
         return name not in _VALUES
 
     def _fits(self, captured: Any, value: Any) -> bool:
-        """True where `value` has the captured shape in small, in some reading of every size that is known."""
+        """Return whether `value` has the captured shape, for some reading of every known size."""
         if isinstance(captured, (tuple, list)):
             return len(captured) == len(value) and all(map(self._fits, captured, value))
         if not isinstance(captured, torch.Tensor):
@@ -283,13 +275,14 @@ class _GuessingRun(MockRun):
 
 
 def size_readings(scale: Scale, size: int) -> list[Reading]:
+    """Return the readings of a size of a tensor, the likeliest first."""
     return scale.readings(size, Use.SHAPE, prefers_growing=True)
 
 
-def _arguments(node: Node, readings: Mapping[Place, Reading], value_of: Callable[[Node], Any]) -> Any:
+def _arguments(node: Node, readings: Mapping[Position, Reading], value_of: Callable[[Node], Any]) -> Any:
     def small(name: str, position: int, number: int) -> int:
-        reading = readings.get(place_of(name, position, number))
-        # -1 is what fits, also where the local form's copy of a node says it for a number of rows.
+        reading = readings.get(position_of(name, position, number))
+        # The local form's copy of a node may have -1 instead of a number of rows.
         return number if reading is None or number == -1 else reading.small
 
     return map_nodes(replace_numbers(node, small), value_of)

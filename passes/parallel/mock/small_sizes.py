@@ -1,8 +1,8 @@
-"""How the numbers of a captured block may be read as sizes of a smaller one.
+"""Readings of the numbers in a captured block as sizes of a smaller block.
 
-A block that was captured for 4096 tokens, 4096 wide, says 4096 for either, and 32768 for eight rows of each token. In a
-small copy of the block each number stands for itself, for a multiple of the number of tokens (or of slots), which then
-becomes a symbol, or for a width, which becomes a small one.
+In a block of 4096 tokens with 4096 features, 4096 is either of these sizes, and 32768 is the number of rows if each
+token has eight. In a small copy a number is a constant, a multiple of the number of tokens or slots, which becomes a
+symbol, or a width, which becomes smaller.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import MOST_ROWS, MockBlock, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
 
-# Small sizes. Of two that differ from each other one does not pass for the other.
+# Small sizes. All differ, so that none is mistaken for another.
 SMALL_TOKENS = (6, 7)
 SMALL_SLOTS = (11, 12)
 SMALL_HIDDEN = (5, 7)
-# Divisible, since activation functions cut their rows into equal parts.
+# Divisible, since activation functions split their rows into equal parts.
 SMALL_INNER = 8
-# From here on hardly a number is a multiple by chance.
-_TELLING = 64
-# Sizes beyond this mean the end of something, whatever it is.
+# From this size on, few numbers are multiples by chance.
+_LARGE_SIZE = 64
+# From this number on, the bound of a slice means the end of any tensor.
 _END = 2**31
-# Numbers of 8 bytes that a run holds of each row, in widths of the block: what was measured.
+# [Empirical] Measured copies of the widest rows, of 8 bytes per number, that a run holds at once.
 _HELD_ROWS = 3
 
 
 class Use(enum.Enum):
-    """What a number in the arguments of a node is for: the shape of a tensor, a place to cut it at, a value."""
+    """Use of a number among the arguments of a node: a shape, an index at which to slice, or a value."""
 
     SHAPE = enum.auto()
     CUT = enum.auto()
@@ -43,10 +43,7 @@ class Use(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a number is in the small copy: `small`, which is `factor` times the growing size plus `offset`.
-
-    A number that does not grow has the factor 0.
-    """
+    """A number in the small copy: `small` is `factor` times the growing size plus `offset`, and constant for 0."""
 
     small: int
     factor: int = 0
@@ -54,12 +51,13 @@ class Reading:
 
     @property
     def grows(self) -> bool:
+        """True if the number depends on the growing size."""
         return self.factor != 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """The size that differs from run to run: tokens or slots, `captured` of them, which have `rows` rows each."""
+    """The growing size, a number of tokens or slots with `rows` rows each, and `factors` by which it is multiplied."""
 
     captured: int
     small: int
@@ -69,39 +67,39 @@ class Growing:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """What is made small: the growing size, if any, and widths; `inner` is the width between two GEMMs."""
+    """The sizes that become small: the growing size, if any, the `hidden` widths, and the `inner` one between GEMMs."""
 
     growing: Growing | None
     hidden: Mapping[int, int]
     inner: tuple[int, int]
-    # Numbers that count experts, ranks or choices, and stand for themselves where nothing says otherwise.
+    # Numbers of experts, ranks or choices, which are more likely constants than sizes.
     fixed: frozenset[int]
 
     def readings(self, number: int, use: Use, *, prefers_growing: bool) -> list[Reading]:
-        """All readings of a number, the likeliest first. Only sizes may be widths.
+        """Return all readings of a number, the likeliest first. Only shapes and indices may be widths.
 
-        Any multiple of the growing size may be the shape of a tensor. What values are compared with, or cut at, must
-        be one of the factors: only of these it is known that the mock runs go beyond.
+        A shape may be any multiple of the growing size. Values and indices may only be multiples by one of the factors,
+        since only these are known to be exceeded in mock runs.
         """
         itself = Reading(number)
         exact, near = list(self._multiples(number, (0,))), list(self._multiples(number, (1, -1)))
         widths = self._widths(number) if use is not Use.VALUE else ()
-        found = [*exact, *widths, itself] if prefers_growing or number not in self.fixed else [itself, *exact, *widths]
-        found += near
+        result = [*exact, *widths, itself] if prefers_growing or number not in self.fixed else [itself, *exact, *widths]
+        result += near
         growing = self.growing
-        if use is Use.SHAPE and growing is not None and growing.captured >= _TELLING and abs(number) < _END:
-            factor, rest = divmod(number, growing.captured)
-            found += [Reading(factor * growing.small, factor)] if rest == 0 else []
-        return list(dict.fromkeys(found))
+        if use is Use.SHAPE and growing is not None and growing.captured >= _LARGE_SIZE and abs(number) < _END:
+            factor, remainder = divmod(number, growing.captured)
+            result += [Reading(factor * growing.small, factor)] if remainder == 0 else []
+        return list(dict.fromkeys(result))
 
     def _multiples(self, number: int, offsets: tuple[int, ...]) -> Iterator[Reading]:
         growing = self.growing
         if growing is None or abs(number) >= _END:
             return
         for offset in offsets:
-            rest = number - offset
-            if rest and rest % growing.captured == 0 and (growing.captured > 3 or not offset):
-                factor = rest // growing.captured
+            multiple = number - offset
+            if multiple and multiple % growing.captured == 0 and (growing.captured > 3 or not offset):
+                factor = multiple // growing.captured
                 if abs(factor) in growing.factors:
                     yield Reading(factor * growing.small + offset, factor, offset)
 
@@ -113,23 +111,24 @@ class Scale:
             yield Reading(number * small // captured)
 
     def is_unread(self, number: int) -> bool:
-        """True for a multiple of the growing size that no reading takes for one."""
+        """Return whether `number` is a multiple of the growing size that has no such reading."""
         growing = self.growing
         if growing is None or number == 0 or abs(number) >= _END or number % growing.captured:
             return False
         return abs(number) // growing.captured not in growing.factors
 
     def width(self, number: int) -> int:
-        """A width of rows that go into the first GEMMs or come out of the last."""
+        """Return the small width of the inputs of the first GEMMs or the outputs of the last one."""
         return self.hidden.get(number, number)
 
     def inner_width(self, number: int) -> int:
+        """Return the small width of rows between GEMMs."""
         captured, small = self.inner
         return number * small // captured
 
 
 def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
-    """What may be made small, the smallest block first."""
+    """Yield the possible scales of a small copy, the smallest first."""
     growing = _growing(block)
     hidden = _small_hidden(block) if features_alike else {}
     inners = dict.fromkeys((_small_inner(block) if features_alike else (1, 1), (1, 1)))
@@ -139,7 +138,7 @@ def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
 
 
 def run_bytes(mock: MockBlock, scale: Scale | None = None) -> int:
-    """Bytes of a mock run of the block: as captured, or in small."""
+    """Return the memory of a mock run in bytes: of the captured block, or of its copy in `scale`."""
     block = mock.block
     if scale is None:
         scale = Scale(None, {}, (1, 1), frozenset())
@@ -149,49 +148,49 @@ def run_bytes(mock: MockBlock, scale: Scale | None = None) -> int:
 
 
 def _most_rows(mock: MockBlock, scale: Scale) -> int:
-    """Rows in the largest of the mock runs."""
+    """Return the number of rows in the largest mock run."""
     block, growing, ranks = mock.block, scale.growing, mock.block.group.ranks
-    own = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
+    own_rows = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
     if block.form == "all_to_all":
-        return int(own + max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts)))
+        return int(own_rows + max(MOST_ROWS, own_rows) + ranks * max(13, len(block.own_experts)))
     if block.form == "all_to_all_slots":
-        return int(2 * own)
+        return int(2 * own_rows)
     top_k = int(fake_value(block.sources["ids"]).shape[1])
-    most = max(scenario.load for scenario in SCENARIOS) * own + 3
-    return int(own * top_k if block.form == "all_reduce" else most * top_k * ranks)
+    gathered = max(scenario.load for scenario in SCENARIOS) * own_rows + 3
+    return int(own_rows * top_k if block.form == "all_reduce" else gathered * top_k * ranks)
 
 
 def _growing(block: ParallelBlock) -> Growing | None:
-    """The number of tokens, or of slots of an expert, where it is constant in the graph, and not 0."""
+    """Return the number of tokens, or of slots per expert, if it is constant in the graph and not 0."""
     experts, ranks = block.experts, block.group.ranks
-    source = _own_rows(block)
-    if not isinstance(source, int) or source == 0:
+    rows = _own_rows(block)
+    if not isinstance(rows, int) or rows == 0:
         return None
     owned = {stop - start for start, stop in itertools.pairwise(block.bounds)}
     if block.form == "all_to_all_slots":
-        slots = source // experts
-        factors = {1, experts, *owned, *block.bounds, *(ranks * own for own in owned)} - {0}
-        return None if slots * experts != source else _sized(slots, SMALL_SLOTS, experts, factors)
+        slots = rows // experts
+        factors = {1, experts, *owned, *block.bounds, *(ranks * count for count in owned)} - {0}
+        return None if slots * experts != rows else _sized(slots, SMALL_SLOTS, experts, factors)
     if block.form == "all_to_all":
         tokens = routed_tokens(block)
-        known = tokens is not None and tokens.is_Integer and tokens > 0 and source % int(tokens) == 0
-        each = source // int(tokens) if known and tokens is not None else 1
-        # Not those of all ranks: a peer may bring more than all others.
-        return _sized(source // each, SMALL_TOKENS, each, {1, each})
+        is_known = tokens is not None and tokens.is_Integer and tokens > 0 and rows % int(tokens) == 0
+        rows_per_token = rows // int(tokens) if is_known and tokens is not None else 1
+        # Not the tokens of all ranks, since one peer may bring more than all others together.
+        return _sized(rows // rows_per_token, SMALL_TOKENS, rows_per_token, {1, rows_per_token})
     top_k = int(fake_value(block.sources["ids"]).shape[1])
-    places = {rank * each for rank in (*range(1, ranks + 1),) for each in (1, top_k)}
-    return _sized(source, SMALL_TOKENS, 1, places)
+    multiples = {rank * pairs for rank in (*range(1, ranks + 1),) for pairs in (1, top_k)}
+    return _sized(rows, SMALL_TOKENS, 1, multiples)
 
 
 def _own_rows(block: ParallelBlock) -> Any:
-    """How many rows this rank brings: tokens, pairs of a token and an expert, or slots."""
+    """Return the number of rows of this rank: tokens, pairs of a token and an expert, or slots."""
     roles = ("rows", "hidden")
     (source,) = (block.sources[role] for role in roles if role in block.sources)
     return fake_value(source).shape[0]
 
 
 def _sized(captured: int, small: tuple[int, ...], rows: int, factors: set[int]) -> Growing:
-    # Another size than the captured one, so that what grows is told from what does not.
+    # The small size differs from the captured one, so that growing numbers differ from constants.
     chosen = next(size for size in small if size != captured)
     return Growing(captured, chosen, rows, frozenset(factors))
 
@@ -208,7 +207,7 @@ def _small_inner(block: ParallelBlock) -> tuple[int, int]:
 
 
 def _fixed_numbers(block: ParallelBlock) -> frozenset[int]:
-    own = block.own_experts
-    counts = {len(own), block.experts, block.group.ranks, *block.bounds, block.group.rank}
+    own_experts = block.own_experts
+    counts = {len(own_experts), block.experts, block.group.ranks, *block.bounds, block.group.rank}
     counts.update(int(fake_value(node).shape[1]) for role, node in block.sources.items() if role == "ids")
     return frozenset(count + step for count in counts for step in (-1, 0, 1))

@@ -1,4 +1,4 @@
-"""Which values places and sizes of a block may take, and which of them were tried.
+"""Possible values of a block's indices and sizes, and the values that mock runs had.
 
 May import parallel/match, graph, ops, ir.
 """

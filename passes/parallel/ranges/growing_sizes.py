@@ -1,14 +1,13 @@
-"""Constants along dimensions that grow with the tokens: a cut, a step, a shift or a regrouping hides a threshold.
+"""Check that no constant, which may be a threshold, slices or reshapes a dimension that grows with the tokens.
 
 Contract
-    in    a node of a parallel block's region, whether it computes data or places
-    out   NotThisForm, naming the node and the constant, where it cuts, pads, selects, splits, joins, repeats or
-          regroups a dimension without a fixed size at a constant that is no structural number of the block, and where
-          a size is no sum of sizes that are known, each as often as a structural number says
+    in    a node of a parallel block's region, which may compute data, indices or sizes
+    out   NotThisForm, naming the node and the constant, if the node slices, pads, selects, splits, joins, repeats or
+          reshapes a growing dimension by a constant that is not a structural number of the block; or if it computes
+          a size that is not a sum of known sizes, each multiplied by a structural number
 
-`rows[:5000]` is all rows in every run with fewer; so are the first 5000 of `x.repeat(5000).view(-1, 5000)[0]`.
-Structural numbers are those by which tokens are repeated in every run: the ranks, the experts of each token, and their
-product.
+In every run with fewer than 5000 rows, `rows[:5000]` and `x.repeat(5000).view(-1, 5000)[0]` have all of them.
+Structural numbers are factors by which every run repeats its tokens: ranks, experts per token, and their product.
 """
 
 from __future__ import annotations
@@ -27,29 +26,27 @@ from moepass.passes.ops.traits import Trait, has_trait, operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.value_range import Range
 
-# Beyond this a bound of a slice means the end, whatever the size.
+# From this number on, the bound of a slice means the end of any tensor.
 _END = 2**31
 CHANGE = "let nothing between the collectives of the experts depend on it"
 
 
 def structural_numbers(block: ParallelBlock) -> frozenset[int]:
-    """Ranks, experts of each token where that is known, and their product; where every expert has the same number of
-    slots, experts, those of each rank, and these times ranks.
-    """
-    each = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
+    """Return the numbers of ranks and of experts per token, and their product; for slots also numbers of experts."""
+    counts = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
     if block.form == "all_to_all_slots":
-        each += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
-    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in (1, *each))
+        counts += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
+    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in (1, *counts))
 
 
 def token_numbers(block: ParallelBlock) -> frozenset[int]:
-    """This rank's tokens and pairs where the graph is for a fixed number of them: mock runs bring as many."""
+    """Return this rank's numbers of tokens and pairs if they are fixed in the graph. Mock runs have these numbers."""
     sizes = [fake_value(source).shape[0] for role, source in block.sources.items() if role != "counts"]
     return frozenset(size for size in sizes if isinstance(size, int))
 
 
 def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]) -> None:
-    """Raises NotThisForm where a constant meets a dimension of `node` that grows."""
+    """Raise NotThisForm if `node` uses a constant on a growing dimension."""
     if isinstance(fake_value(node), torch.SymInt):
         _check_expression(node, structural, tokens)
     name, arguments = operation(node), named_arguments(node)
@@ -60,42 +57,41 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
     elif name == "slice.Tensor":
         ends = [arguments.get("start"), arguments.get("end")]
         constants = [end for end in ends if isinstance(end, int) and abs(end) < _END and end not in tokens]
-        _check(node, "cuts", shape, arguments, [*constants, arguments.get("step", 1)])
+        _check(node, "slices at", shape, arguments, [*constants, arguments.get("step", 1)])
     elif name in ("select.int", "select_scatter"):
-        _check(node, "takes element", shape, arguments, [arguments["index"]])
+        _check(node, "selects", shape, arguments, [arguments["index"]])
     elif name == "slice_scatter":
         ends = [arguments.get("start"), arguments.get("end"), arguments.get("step", 1)]
-        _check(node, "writes to", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
+        _check(node, "writes at", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
     elif has_trait(node, Trait.SPLIT):
         sizes = next((arguments[name] for name in ("split_size", "split_sizes", "chunks") if name in arguments), ())
         _check(node, "splits at", shape, arguments, sizes if isinstance(sizes, (list, tuple)) else [sizes])
     elif name == "constant_pad_nd":
-        for place, amount in enumerate(arguments["pad"]):
-            _check(node, "pads by", shape, {"dim": -1 - place // 2}, [amount])
+        for index, amount in enumerate(arguments["pad"]):
+            _check(node, "pads by", shape, {"dim": -1 - index // 2}, [amount])
     elif name == "repeat":
         repeats = arguments["repeats"]
-        for place, number in enumerate(reversed(repeats[-len(shape) :] if shape else [])):
+        for index, number in enumerate(reversed(repeats[-len(shape) :] if shape else [])):
             if number not in structural:
-                _check(node, "repeats by", shape, {"dim": -1 - place}, [number])
+                _check(node, "repeats by", shape, {"dim": -1 - index}, [number])
     elif name == "cat":
         _check_joined(node, arguments)
 
 
 def _check_expression(node: Node, structural: Collection[int], tokens: Collection[int]) -> None:
-    """A size may be some sizes together, and one more or less than that."""
+    """Check that a size is a sum of sizes, plus or minus 1."""
     size = fake_value(node)
     for term, times in size.node.expr.as_coefficients_dict().items():
         if term.is_Symbol and abs(times) in structural:
             continue
-        if term.is_number and (abs(times) <= 1 or any(abs(times) == each * n for each in structural for n in tokens)):
+        if term.is_number and (abs(times) <= 1 or any(abs(times) == n * m for n in structural for m in tokens)):
             continue
         if term.is_number:
-            added = f"with {times * term} added"
+            term_text = f"with {times * term} added"
         else:
-            added = f"in which {'one' if term.is_Symbol else 'a product of some'} counts {times} times"
+            term_text = f"in which {'one' if term.is_Symbol else 'a product of some'} counts {times} times"
         raise NotThisForm(
-            f"{node.name} ({node.target}) is a sum of sizes {added}, which may make more of a difference for more "
-            f"tokens than were tried; {CHANGE}"
+            f"{node.name} ({node.target}) is a sum of sizes {term_text}, which may matter for more tokens; {CHANGE}"
         )
 
 
@@ -108,7 +104,7 @@ def _check(node: Node, does: str, shape: Any, arguments: dict[str, Any], constan
 
 
 def size_along(node: Node, shape: Any, dim: Any) -> Any:
-    """The size of dimension `dim`, which `node` was given. Raises NotThisForm where there is none."""
+    """Return the size of dimension `dim`, an argument of `node`. Raises NotThisForm if there is no such dimension."""
     if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
         raise NotThisForm(f"{node.name} ({node.target}) cuts dimension {dim} of {len(shape)}")
     return shape[dim]
@@ -116,8 +112,7 @@ def size_along(node: Node, shape: Any, dim: Any) -> Any:
 
 def _refuse(node: Node, does: str, constant: int) -> None:
     raise NotThisForm(
-        f"{node.name} ({node.target}) {does} the constant {constant} what has no fixed size; a run may pass it "
-        f"although none that was tried did; {CHANGE}"
+        f"{node.name} ({node.target}) {does} the constant {constant} in a dimension without a fixed size; {CHANGE}"
     )
 
 
@@ -125,49 +120,46 @@ def _check_joined(node: Node, arguments: dict[str, Any]) -> None:
     dim = arguments.get("dim", 0)
     if isinstance(size_along(node, fake_value(node).shape, dim), int):
         return
-    for part in arguments["tensors"]:
-        value = fake_value(part)
+    for tensor in arguments["tensors"]:
+        value = fake_value(tensor)
         size = value.shape[dim] if value.dim() == fake_value(node).dim() else 0
         if isinstance(size, int) and size > 1:
             _refuse(node, "joins by", size)
 
 
 def _check_view(node: Node, before: list[Any], after: list[Any], structural: Collection[int]) -> None:
-    """Dimensions that stay may have any size; those that are regrouped with one that grows may not."""
+    """Check that a view combines growing dimensions with structural numbers only. Dimensions it keeps may be any."""
     before, after = ([size for size in sizes if str(size) != "1"] for sizes in (before, after))
     while before and after and str(before[0]) == str(after[0]):
         before, after = before[1:], after[1:]
     while before and after and str(before[-1]) == str(after[-1]):
         before, after = before[:-1], after[:-1]
-    regrouped = [*before, *after]
-    if all(isinstance(size, int) for size in regrouped):
+    reshaped = [*before, *after]
+    if all(isinstance(size, int) for size in reshaped):
         return
-    for size in regrouped:
+    for size in reshaped:
         if isinstance(size, int) and size not in structural:
-            _refuse(node, "regroups by", size)
+            _refuse(node, "reshapes by", size)
 
 
-def check_lookup(node: Node, source: Node, dim: int, index: Node, index_range: Range) -> None:
-    """Raises NotThisForm where more tokens make places leave dimension `dim` of `source`, or reach only its first.
-
-    Places are those that `index` has, in `index_range`.
-    """
+def check_lookup(node: Node, source: Node, dim: int, index: Node, values: Range) -> None:
+    """Raise NotThisForm if only one of `index`, of range `values`, and dimension `dim` of `source` grows."""
     size = size_along(node, fake_value(source).shape, dim)
     fixed = isinstance(size, int)
-    if fixed and index_range.grows and grows_in_size(index):
-        raise NotThisForm(f"{node.name} ({node.target}) looks up places that grow in {size}; {CHANGE}")
-    if not fixed and not index_range.grows and not index_range.small:
+    if fixed and values.grows and grows_in_size(index):
+        raise NotThisForm(f"{node.name} ({node.target}) looks up growing indices in a dimension of {size}; {CHANGE}")
+    if not fixed and not values.grows and not values.small:
         raise NotThisForm(
-            f"{node.name} ({node.target}) looks up the places {index_range.low:g} to {index_range.high:g} of what has "
-            f"no fixed size, which are all only while there are no more; {CHANGE}"
+            f"{node.name} ({node.target}) looks up {values.low:g} to {values.high:g} in a growing dimension; {CHANGE}"
         )
 
 
 def dimensions_that_grow(node: Node) -> int:
+    """Return how many dimensions of `node` have no constant size."""
     value = fake_value(node)
     return sum(not isinstance(size, int) for size in value.shape) if isinstance(value, torch.Tensor) else 0
 
 
 def grows_in_size(node: Node) -> bool:
-    """True where the number of its elements is not constant."""
+    """Return whether the number of elements is not constant."""
     return dimensions_that_grow(node) > 0

@@ -1,9 +1,9 @@
-"""What the mock runs saw of a block's places and sizes, and whether that is all that it had to be.
+"""Check that mock runs have tried the values that a block's indices and sizes may have.
 
 Contract
-    in    what has to be tried: nodes of which all of a finite set of values must come, truths that must come out both
-          ways; then the values that nodes had in each run
-    out   NotThisForm, naming the node, where some of it did not come
+    in    requirements: nodes that must have each of a set of values in some run, and masks that must be both 0 and 1;
+          then the values of these nodes in each run
+    out   NotThisForm, naming the node, if a requirement was not met
 """
 
 from __future__ import annotations
@@ -19,63 +19,58 @@ from torch.fx import Node
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 
-# Mock runs fill empty memory with this value.
+# Mock runs fill uninitialised memory with this value.
 UNWRITTEN = {dtype: torch.iinfo(dtype).max for dtype in (torch.int32, torch.int64)}
 
 
 @dataclasses.dataclass
 class _Outcomes:
-    """How often a truth came out as 1 and as 0, by element of `constant` where it is compared with one.
+    """Counts of the results 1 and 0 of a mask, for each element of `constant` if it results from a comparison with one.
 
-    `undecided` tells for the values of `constant` whether a comparison with them may come out both ways.
+    `undecided` returns for each value of `constant` whether a comparison with it may be both true and false.
     """
 
     constant: Node | None
     undecided: Callable[[torch.Tensor], torch.Tensor] | None
-    held: torch.Tensor | int = 0
-    failed: torch.Tensor | int = 0
+    true_counts: torch.Tensor | int = 0
+    false_counts: torch.Tensor | int = 0
 
 
 class TriedValues:
-    """What has to be tried, and what the runs of one block tried of it."""
+    """The values that the mock runs of one block must try, and those that they have tried."""
 
     def __init__(self) -> None:
         self._sets: dict[Node, torch.Tensor] = {}
         self._first: dict[Node, int] = {}
-        self._truths: dict[Node, _Outcomes] = {}
+        self._masks: dict[Node, _Outcomes] = {}
         self._constants: dict[Node, torch.Tensor] = {}
 
     def require_all(self, node: Node, number: int, first: int = 0) -> None:
-        """Of `node` each of first..first+number-1 must come."""
+        """Require each of first..first+number-1 among the values of `node`."""
         self._first[node] = first
-        known = self._sets.get(node)
-        if known is None or len(known) < number:
+        required = self._sets.get(node)
+        if required is None or len(required) < number:
             self._sets[node] = torch.zeros(number, dtype=torch.bool)
 
     def require_both(
-        self,
-        node: Node,
-        constant: Node | None = None,
-        undecided: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, node: Node, constant: Node | None = None, undecided: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
-        """The truth `node` must be seen as 0 and as 1; for each element of `constant` that is `undecided`."""
-        self._truths[node] = _Outcomes(constant, undecided)
+        """Require that the mask `node` is 0 and 1, for each element of `constant` that is `undecided`."""
+        self._masks[node] = _Outcomes(constant, undecided)
         if constant is not None:
             self._constants.setdefault(constant, torch.empty(0))
 
     def requires_both(self, node: Node) -> bool:
-        return node in self._truths
+        """Return whether the mask `node` must be 0 and 1."""
+        return node in self._masks
 
     def observe(self, node: Node, value: Any) -> None:
-        """Note what `node` had in a run. Raises NotThisForm where that is still what the run fills empty memory with.
-
-        What nobody wrote would pass for a place or size beyond every other.
-        """
+        """Record the value of `node` in a run. Raises NotThisForm if part of it is uninitialised memory."""
         if isinstance(value, torch.Tensor):
             if value.numel() == 0:
                 return
             if value.dtype in UNWRITTEN and bool((value == UNWRITTEN[value.dtype]).any()):
-                raise NotThisForm(f"{node.name} ({node.target}) holds memory that nobody has written")
+                raise NotThisForm(f"{node.name} ({node.target}) holds uninitialised memory; fill all of it")
         elif not isinstance(value, (bool, int, float)):
             return
         if node in self._constants and isinstance(value, torch.Tensor):
@@ -84,30 +79,27 @@ class TriedValues:
             numbers = torch.as_tensor(value).reshape(-1).long() - self._first[node]
             numbers = numbers[(numbers >= 0) & (numbers < len(self._sets[node]))]
             self._sets[node][numbers] = True
-        if node in self._truths:
-            self._note_truth(self._truths[node], torch.as_tensor(value))
+        if node in self._masks:
+            self._record_mask(self._masks[node], torch.as_tensor(value))
 
-    def _note_truth(self, outcomes: _Outcomes, value: torch.Tensor) -> None:
+    def _record_mask(self, outcomes: _Outcomes, value: torch.Tensor) -> None:
         shape = () if outcomes.constant is None else fake_value(outcomes.constant).shape
-        held, failed = ((value == outcome).long() for outcome in (1, 0))
-        outcomes.held = outcomes.held + held.sum_to_size(shape)
-        outcomes.failed = outcomes.failed + failed.sum_to_size(shape)
+        true_counts, false_counts = ((value == outcome).long() for outcome in (1, 0))
+        outcomes.true_counts = outcomes.true_counts + true_counts.sum_to_size(shape)
+        outcomes.false_counts = outcomes.false_counts + false_counts.sum_to_size(shape)
 
     def check(self) -> None:
-        """Raises NotThisForm for the first of what had to be tried and was not."""
-        with unset_fake_temporarily():  # the compiler runs in fake mode; what was seen is real
+        """Raise NotThisForm for the first requirement that the runs did not meet."""
+        with unset_fake_temporarily():  # the compiler runs in fake mode; the recorded values are real
             for node, seen in self._sets.items():
                 if not bool(seen.all()):
                     missing = int((~seen).nonzero()[0]) + self._first[node]
-                    raise NotThisForm(
-                        f"{node.name} ({node.target}) may be {missing}, which no run that was tried has; compile with "
-                        "more tokens, so that every expert can be tried"
-                    )
-            for node, outcomes in self._truths.items():
-                self._check_truth(node, outcomes)
+                    raise NotThisForm(f"{node.name} ({node.target}) is never {missing} in sample runs; use more tokens")
+            for node, outcomes in self._masks.items():
+                self._check_mask(node, outcomes)
 
-    def _check_truth(self, node: Node, outcomes: _Outcomes) -> None:
-        missing = (torch.as_tensor(outcomes.held) == 0) | (torch.as_tensor(outcomes.failed) == 0)
+    def _check_mask(self, node: Node, outcomes: _Outcomes) -> None:
+        missing = (torch.as_tensor(outcomes.true_counts) == 0) | (torch.as_tensor(outcomes.false_counts) == 0)
         against = ""
         if outcomes.constant is not None and outcomes.undecided is not None:
             values = self._constants[outcomes.constant]
@@ -118,7 +110,6 @@ class TriedValues:
                 against = f" for the constant {values.expand(missing.shape)[missing].flatten()[0].item():g}"
         if bool(missing.any()):
             raise NotThisForm(
-                f"{node.name} ({node.target}) came out one way only{against} in all runs that were tried, and may come "
-                "out another way with other numbers of tokens; let nothing between the collectives of the experts "
-                "depend on it"
+                f"{node.name} ({node.target}) had the same result{against} in all sample runs, and may have another "
+                "with other numbers of tokens; let nothing between the collectives of the experts depend on it"
             )

@@ -1,10 +1,4 @@
-"""What is known of the places and sizes that a graph computes with: between which numbers, and what they depend on.
-
-FIXED     known when the graph is compiled: constants, and what is computed from them alone
-CHOSEN    a function of one expert id: a finite set, and the mock runs try every id
-BOUND     finite whatever the number of tokens, as rows in slots of a fixed number, and truths about such numbers
-GROWS     what more tokens may make larger, and truths about that
-"""
+"""Ranges of the indices and sizes that a graph computes: their bounds and dependences."""
 
 from __future__ import annotations
 
@@ -19,67 +13,64 @@ from torch.fx import Node
 
 
 class Kind(enum.IntEnum):
-    """Later kinds take in the earlier ones."""
+    """Dependence of a value. A later kind includes the earlier ones. A mask has the kind of the numbers it compares."""
 
-    FIXED = 0
-    CHOSEN = 1
-    BOUND = 2
-    GROWS = 3
+    FIXED = 0  # known at compile time
+    BY_EXPERT = 1  # a function of one expert id, so mock runs try all values
+    BOUND = 2  # bounded for any number of tokens, such as row indices in slots of a fixed number
+    GROWS = 3  # unbounded as the number of tokens grows
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """From `low` to `high`. A value that GROWS has no bound above but where it is a truth, 0 or 1.
-
-    `lane` is the node whose elements stand in the same order: of CHOSEN values with equal lanes, what is computed
-    element by element is a function of one expert id again. `whole` where all values are integers. `mixed` where
-    elements that grow came from several nodes: one of them may be on the other side of a threshold in every run, and
-    hide that the rest never is.
-
-    Of what grows, `shift` is the sum of the constants that were added to it, `factor` how often tokens are counted in
-    it at most, `divisor` what it was divided by, and `copies` how many of its elements may be the same one.
-    """
+    """A range from `low` to `high`. A value that GROWS has no upper bound, unless it is a mask of 0 and 1."""
 
     low: float
     high: float
     kind: Kind = Kind.FIXED
-    lane: Node | None = None
-    whole: bool = True
-    shift: float = 0.0
-    factor: float = 1.0
-    divisor: float = 1.0
-    copies: float = 1.0
-    mixed: bool = False
+    lane: Node | None = None  # the order of elements; a function of BY_EXPERT values of equal lanes is BY_EXPERT
+    integral: bool = True
+    # Of growing values:
+    shift: float = 0.0  # the sum of the constants that were added
+    factor: float = 1.0  # how often they count the tokens at most
+    divisor: float = 1.0  # the number by which they were divided
+    copies: float = 1.0  # the largest number of elements that may be copies of one
+    mixed: bool = False  # they come from several nodes: one may pass a threshold in every run, and others never
 
     @property
     def empty(self) -> bool:
-        """Memory that nobody has written."""
+        """Uninitialised memory."""
         return self.low > self.high
 
     @property
     def uniform(self) -> bool:
+        """True for a single value."""
         return self.low == self.high
 
     @property
     def small(self) -> bool:
-        """Between -1 and 1: what every mock run is beyond."""
+        """Within -1 and 1, which the numbers of tokens in all mock runs exceed."""
         return not self.empty and self.low >= -1 and self.high <= 1
 
     @property
     def grows(self) -> bool:
+        """True for values without a bound, which masks of growing values have."""
         return self.kind is Kind.GROWS and (math.isinf(self.low) or math.isinf(self.high)) and not self.empty
 
     def is_constant(self, *numbers: float) -> bool:
+        """Return whether the only value is one of `numbers`, and known at compile time."""
         return self.kind is Kind.FIXED and self.uniform and self.low in numbers
 
     def at_least(self, kind: Kind) -> Range:
+        """Return this range with the later of its kind and `kind`."""
         return dataclasses.replace(self, kind=max(self.kind, kind))
 
     def moved(self, node: Node) -> Range:
-        """The same values in another order or number: that of `node`."""
-        return dataclasses.replace(self, lane=node if self.kind is Kind.CHOSEN else None)
+        """Return the range of the same values in the order of `node`."""
+        return dataclasses.replace(self, lane=node if self.kind is Kind.BY_EXPERT else None)
 
     def negated(self) -> Range:
+        """Return the range of the negated values."""
         return dataclasses.replace(self, low=-self.high, high=-self.low, shift=-self.shift)
 
 
@@ -88,61 +79,63 @@ COUNT = Range(0, math.inf, Kind.GROWS)
 ANYTHING = Range(-math.inf, math.inf, Kind.GROWS)
 
 
-def kind_of(*parts: Range) -> Kind:
-    """What a value depends on that is computed from `parts`, element by element."""
-    kind = max(part.kind for part in parts)
-    lanes = {part.lane for part in parts if part.kind is Kind.CHOSEN}
-    # Not every pair of two ids is tried.
-    return Kind.BOUND if kind is Kind.CHOSEN and len(lanes) > 1 else kind
+def kind_of(*operands: Range) -> Kind:
+    """Return the kind of an elementwise function of `operands`."""
+    kind = max(operand.kind for operand in operands)
+    lanes = {operand.lane for operand in operands if operand.kind is Kind.BY_EXPERT}
+    # Mock runs do not try every pair of two ids.
+    return Kind.BOUND if kind is Kind.BY_EXPERT and len(lanes) > 1 else kind
 
 
-def _carried(parts: Sequence[Range]) -> dict[str, Any]:
-    """What is known of how the tokens came into what is computed from `parts`."""
+def _counts_of_tokens(operands: Sequence[Range]) -> dict[str, Any]:
+    """Return the fields of a result of `operands` that say how it counts the tokens."""
     return {
-        "shift": max((part.shift for part in parts), key=abs),
-        "factor": max(part.factor for part in parts),
-        "divisor": max(part.divisor for part in parts),
-        "copies": max(part.copies for part in parts),
+        "shift": max((operand.shift for operand in operands), key=abs),
+        "factor": max(operand.factor for operand in operands),
+        "divisor": max(operand.divisor for operand in operands),
+        "copies": max(operand.copies for operand in operands),
     }
 
 
-def computed(low: float, high: float, *parts: Range, whole: bool = True) -> Range:
-    """The range of what is computed from `parts`, element by element."""
-    lanes = [part.lane for part in parts if part.kind is Kind.CHOSEN]
-    kind = kind_of(*parts)
+def computed(low: float, high: float, *operands: Range, integral: bool = True) -> Range:
+    """Return the range of an elementwise function of `operands` with values from `low` to `high`."""
+    lanes = [operand.lane for operand in operands if operand.kind is Kind.BY_EXPERT]
+    kind = kind_of(*operands)
     return Range(
         low,
         high,
         kind,
-        lanes[0] if kind is Kind.CHOSEN else None,
-        whole and all(part.whole for part in parts),
-        mixed=any(part.mixed for part in parts),
-        **_carried(parts),
+        lanes[0] if kind is Kind.BY_EXPERT else None,
+        integral and all(operand.integral for operand in operands),
+        mixed=any(operand.mixed for operand in operands),
+        **_counts_of_tokens(operands),
     )
 
 
-def joined(*parts: Range) -> Range:
-    """The range of what comes from one of `parts`; the kind is that of the one with the latest."""
-    written = [part for part in parts if not part.empty]
+def joined(*operands: Range) -> Range:
+    """Return the range of a value that comes from one of `operands`, with the latest of their kinds."""
+    written = [operand for operand in operands if not operand.empty]
     if not written:
         return EMPTY
     return Range(
-        min(part.low for part in written),
-        max(part.high for part in written),
-        max(part.kind for part in written),
-        whole=all(part.whole for part in written),
-        mixed=any(part.mixed for part in written),
-        **_carried(written),
+        min(operand.low for operand in written),
+        max(operand.high for operand in written),
+        max(operand.kind for operand in written),
+        integral=all(operand.integral for operand in written),
+        mixed=any(operand.mixed for operand in written),
+        **_counts_of_tokens(written),
     )
 
 
-def growing(given: Range) -> Range:
-    """What is as large as tokens make it, and negative only where `given` may be."""
-    low = 0 if given.low >= 0 else -math.inf
-    return dataclasses.replace(given, low=low, high=math.inf, kind=Kind.GROWS, lane=None)
+def growing(values: Range) -> Range:
+    """Return `values` without an upper bound; without a lower bound too if they may be negative."""
+    low = 0 if values.low >= 0 else -math.inf
+    return dataclasses.replace(values, low=low, high=math.inf, kind=Kind.GROWS, lane=None)
 
 
 def product(left: Range, right: Range) -> Range:
+    """Return the range of `left * right`."""
+
     def times(a: float, b: float) -> float:
         return 0.0 if a == 0 or b == 0 else a * b
 
@@ -150,8 +143,8 @@ def product(left: Range, right: Range) -> Range:
     return computed(min(corners), max(corners), left, right)
 
 
-def is_decided(kind: str, left: Range, right: Range) -> bool | None:
-    """How the comparison `kind` of all values of `left` with all of `right` comes out; None where that differs."""
+def decide(kind: str, left: Range, right: Range) -> bool | None:
+    """Return the result of the comparison `kind` if it is equal for all values of `left` and `right`; else None."""
     corners = {getattr(operator, kind)(a, b) for a in (left.low, left.high) for b in (right.low, right.high)}
     apart = left.high < right.low or right.high < left.low
     if kind in ("eq", "ne") and not apart and not (left.uniform and right.uniform):

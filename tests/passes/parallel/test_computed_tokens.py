@@ -185,4 +185,4 @@ def test_a_block_that_also_knows_the_other_size_is_refused(dynamic: bool, monkey
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     if dynamic:
-        assert "computes with a size that they are computed from" in refusal.reason
+        assert "computes with a size from which the number of tokens is computed" in refusal.reason

@@ -90,7 +90,7 @@ def test_predicates_that_are_always_true_are_taken(form: str, subject: str) -> N
 
 
 # Predicates that are false beyond some position, and a part of the reason for their refusal.
-NOT_EXACT, CONSTANT, UNKNOWN = "does not hold all of them exactly", "the constant", "no operation on places or sizes"
+NOT_EXACT, CONSTANT, UNKNOWN = "does not hold all of them exactly", "the constant", "unknown operation on indices"
 THRESHOLDS: dict[str, tuple[Predicate, str]] = {
     "floor of a small multiple": (lambda value: torch.floor(value * 1e-4) == 0, NOT_EXACT),
     "a share of 5000": (lambda value: value * (1 / 5000) < 1.0, NOT_EXACT),
@@ -190,7 +190,7 @@ class PairsOfRows(AllToAllExperts):
     ("experts", "reason"),
     [
         (SeveralAtOnce, "compares several sizes at once"),
-        (RowsTimesANumber, "computes rows with places or sizes"),
+        (RowsTimesANumber, "computes rows with indices or sizes"),
         (PairsOfRows, "more than one dimension that grows"),
     ],
 )

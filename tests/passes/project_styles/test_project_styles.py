@@ -101,7 +101,7 @@ def test_a_variant_of_a_style_is_taken_whole_and_right(style: str, check: Callab
 def test_rows_that_are_padded_between_the_exchanges_are_refused() -> None:
     result = eliminate_readably(capture_layer(functools.partial(PaddedRows, SIZES), 0, 2))
     (refusal,) = result.refusals
-    assert "divides a place or a size by the constant 128" in refusal.reason
+    assert "divides an index or a size by the constant 128" in refusal.reason
     assert "padded_style.py" in refusal.source_line
     assert collective_kinds(result) == ["all_to_all"] * 3
 
