@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
 
 from moepass.passes.dense.dense_gemms import dense_gemm
-from moepass.passes.dense.pair_layouts import Pairs, is_counting, is_plain, sources
+from moepass.passes.dense.pair_layouts import Pairs, is_broadcast_arange, is_plain, sources
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.ops.arguments import all_arguments, fill_number
@@ -120,7 +120,7 @@ class Backgrounds:
         given = all_arguments(node)
         below = sources(node, layout, self.pairs) or {}
         for left, numbers in ((given["self"], given["other"]), (given["other"], given["self"])):
-            if not isinstance(left, Node) or not is_counting(numbers):
+            if not isinstance(left, Node) or not is_broadcast_arange(numbers):
                 continue
             if [one for one in below[numbers].dimensions if not is_plain(one)] != [self.pairs.of_experts]:
                 continue

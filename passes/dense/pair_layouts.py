@@ -231,8 +231,8 @@ def _joined_back(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | 
     return found
 
 
-def is_counting(node: Any) -> bool:
-    """True for 0, 1, 2, .. along the one dimension that has more than one element."""
+def is_broadcast_arange(node: Any) -> bool:
+    """Return whether `node` is 0, 1, 2, .. along one dimension, and has size 1 in all others."""
     if not isinstance(node, Node):
         return False
     *steps, source = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY, Trait.CAST))

@@ -74,10 +74,7 @@ def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) ->
 
 
 def _rewrite_batched(module: GraphModule, name: str) -> tuple[GraphModule, str] | None:
-    """Rewrite the batched experts with this last GEMM; return the changed copy of `module`, and the block's name.
-
-    Returns None if they cannot be rewritten, or if that would not save work.
-    """
+    """Return a copy of `module` with the batched experts of this last GEMM rewritten, and the block's name, or None."""
     trial = copy_graph_module(module)
     lookups_of_gathers(trial.graph)
     gemm = next((each for each in last_gemms(trial.graph) if each.node.name == name), None)
@@ -190,7 +187,7 @@ class _LookupWriter:
             computed = writer.emit(aten.where.self, column, fill, computed)
         memory = writer.emit(aten.empty_like.default, order)
         inverse = writer.emit(aten.index_put.default, memory, [order], writer.arange(count, self.device))
-        return self._split(writer.emit(aten.index.Tensor, computed, [inverse]))
+        return self._split_by_lookup(writer.emit(aten.index.Tensor, computed, [inverse]))
 
     def _slots(self) -> Any:
         return self.writer.size(self.rows, 0)
@@ -221,8 +218,7 @@ class _LookupWriter:
             read.append(numbers if is_vector else self.writer.emit(aten.reshape.default, numbers, [-1]))
         return read[0] if len(read) == 1 else self.writer.emit(aten.cat.default, read)
 
-    def _split(self, rows: Node) -> list[Node]:
-        """Split the concatenated rows into the result of each lookup."""
+    def _split_by_lookup(self, rows: Node) -> list[Node]:
         writer, results = self.writer, []
         start: Any = 0
         for ids in self.reads.ids:
@@ -243,7 +239,6 @@ class _LookupWriter:
         return results
 
     def _ends(self, sorted_expert: Node, count: Any) -> Node:
-        """Return the end of each expert's rows: int32 [experts]."""
         writer = self.writer
         like = {"dtype": torch.int64, "device": self.device}
         # One more, for rows that no expert computes.
@@ -265,10 +260,7 @@ class _LookupWriter:
         return self._rows_by_source[source]
 
     def _nonempty(self, table: Node) -> Node:
-        """Return `table`, with a row of zeros appended if it may be empty.
-
-        Lookups of rows that are no slots read its first row.
-        """
+        """Return `table`, with a row of zeros appended if it may be empty: rows that are no slots look up index 0."""
         value = fake_value(table)
         if self.reads.fill is None or _is_positive(value.shape[0]):
             return table

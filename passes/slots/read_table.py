@@ -1,4 +1,4 @@
-"""The lookups that read the capacity slots of a block's experts."""
+"""Lookups that read the capacity slots of a block's experts."""
 
 from __future__ import annotations
 
@@ -120,15 +120,15 @@ def _without_views(node: Node) -> Node:
 def _table(lookups: tuple[Node, ...], table: Node, between: set[Node]) -> ReadTable:
     arguments = all_arguments(table) if table.op == "call_function" else {}
     if is_call(table, aten.cat.default) and arguments.get("dim", 0) % fake_value(table).dim() == 0:
-        parts = list(arguments["tensors"])
-        fills = {part: fill_number(part) for part in parts}
-        (slots, *more) = [part for part in parts if fills[part] is None] or [table]
+        tensors = list(arguments["tensors"])
+        fills = {tensor: fill_number(tensor) for tensor in tensors}
+        (slots, *more) = [tensor for tensor in tensors if fills[tensor] is None] or [table]
         numbers = {fill for fill in fills.values() if fill is not None}
-        types = {fake_value(part).dtype for part in parts}
+        types = {fake_value(tensor).dtype for tensor in tensors}
         if more or slots not in between or len(numbers) != 1 or len(types) != 1:
             raise NotThisForm(f"{named(table)} joins the slots with something other than rows of one number")
-        index = parts.index(slots)
-        before, after = (_total_rows(fillers) for fillers in (parts[:index], parts[index + 1 :]))
+        index = tensors.index(slots)
+        before, after = (_total_rows(fillers) for fillers in (tensors[:index], tensors[index + 1 :]))
         return ReadTable(lookups, table, slots, before, after, numbers.pop())
     if is_call(table, aten.constant_pad_nd.default):
         source, pad = arguments["self"], list(arguments["pad"])

@@ -40,8 +40,8 @@ def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
 class RowsOfLookups(RowRules):
     """A writer that computes `count` new rows in place of the `slots`.
 
-    `rows` maps the first operands to their new rows, `gemms` has the experts' GEMMs, `ends` the end of each expert's new
-    rows. `looked_up` returns the new rows of another operand that has one row for each slot.
+    `rows` maps the first operands to their new rows, `gemms` has the experts' GEMMs, and `ends` the ends of these
+    new rows. `looked_up` returns the new rows of another operand that has one row for each slot.
     """
 
     def __init__(
