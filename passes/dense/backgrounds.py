@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
 
 from moepass.passes.dense.dense_gemms import dense_gemm
-from moepass.passes.dense.pair_layouts import Pairs, is_broadcast_arange, is_plain, sources
+from moepass.passes.dense.pair_layouts import Pairs, is_broadcast_arange, is_features, operand_layouts
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.ops.arguments import all_arguments, fill_number
@@ -56,15 +56,15 @@ class Backgrounds:
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
-        self._known: dict[tuple[Node, Layout], Background | None] = {}
+        self._cache: dict[tuple[Node, Layout], Background | None] = {}
 
     def of(self, node: Node, layout: Layout) -> Background | None:
         """The background of `node`, in which experts and places lie as in `layout`; None where it has none."""
         key = (node, layout)
-        if key not in self._known:
-            self._known[key] = None  # no value is computed of itself
-            self._known[key] = self._find(node, layout)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = None  # no value is computed of itself
+            self._cache[key] = self._find(node, layout)
+        return self._cache[key]
 
     def _find(self, node: Node, layout: Layout) -> Background | None:
         if not isinstance(fake_value(node), torch.Tensor):
@@ -80,13 +80,13 @@ class Backgrounds:
         if base == "eq" and (found := self._compared(node, layout)) is not None:
             return found
         gemm = dense_gemm(node)
-        if gemm is not None and gemm.kind != "summed" and gemm.result(self.pairs) == layout:
-            return self._multiplied(gemm.rows, gemm.of_rows(self.pairs), gemm.added, layout)
+        if gemm is not None and gemm.kind != "summed" and gemm.result_layout(self.pairs) == layout:
+            return self._multiplied(gemm.rows, gemm.rows_layout(self.pairs), gemm.added, layout)
         if base in ("bmm", "mm"):
             return self._contracted(node, layout)
         if has_trait(node, Trait.SOFTMAX):
             return self._softmax(node, layout)
-        found_sources = sources(node, layout, self.pairs)
+        found_sources = operand_layouts(node, layout, self.pairs)
         if found_sources is None:
             return None
         below = {used: self.of(used, one) for used, one in found_sources.items()}
@@ -118,11 +118,11 @@ class Backgrounds:
     def _compared(self, node: Node, layout: Layout) -> Background | None:
         """`ids.unsqueeze(-1) == arange(experts)`."""
         given = all_arguments(node)
-        below = sources(node, layout, self.pairs) or {}
+        below = operand_layouts(node, layout, self.pairs) or {}
         for left, numbers in ((given["self"], given["other"]), (given["other"], given["self"])):
             if not isinstance(left, Node) or not is_broadcast_arange(numbers):
                 continue
-            if [one for one in below[numbers].dimensions if not is_plain(one)] != [self.pairs.of_experts]:
+            if [one for one in below[numbers].dimensions if not is_features(one)] != [self.pairs.of_experts]:
                 continue
             ids = self._ids(left, [one for one in below[left].dimensions if one])
             if ids is not None:
@@ -133,14 +133,14 @@ class Backgrounds:
         """The ids [places, k] of experts that a router chose, all different for each place, among which those of `node`
         are; its places lie in the first of `dimensions`, which are those of more than one element.
         """
-        of_places = [one for one in dimensions if not is_plain(one)]
-        front, layout = len(of_places), Layout(tuple(of_places))
-        is_by_place = self.pairs.has_places(layout) and not self.pairs.has_experts(layout)
-        if not is_by_place or not self.pairs.are_known(layout) or dimensions[:front] != of_places:
+        of_positions = [one for one in dimensions if not is_features(one)]
+        front, layout = len(of_positions), Layout(tuple(of_positions))
+        is_by_place = self.pairs.has_positions(layout) and not self.pairs.has_experts(layout)
+        if not is_by_place or not self.pairs.are_complete(layout) or dimensions[:front] != of_positions:
             return None
         ids = _before_views(node, front)
         sizes = [size_expression(size) for size in fake_value(ids).shape[:front]]
-        is_whole = fake_value(ids).dim() in (front, front + 1) and sizes == [size_of(one) for one in of_places]
+        is_whole = fake_value(ids).dim() in (front, front + 1) and sizes == [size_of(one) for one in of_positions]
         return ids if is_whole and self._are_chosen(ids, front) else None
 
     def _are_chosen(self, ids: Node, dim: int) -> bool:

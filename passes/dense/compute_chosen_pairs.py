@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
 from moepass.passes.dense.backgrounds import Background, Backgrounds
-from moepass.passes.dense.pair_layouts import is_plain, parts_of
+from moepass.passes.dense.pair_layouts import is_features, pair_factors
 from moepass.passes.dense.read_results import SumOverExperts, sums_over_experts
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
@@ -94,9 +94,9 @@ def _background(found: SumOverExperts) -> Background | None:
     of_value = backgrounds.of(found.value, found.layout)
     if of_value is not None and of_value.is_zero:
         return of_value
-    if found.weights is not None and found.of_weights is not None:
-        of_weights = backgrounds.of(found.weights, found.of_weights)
-        return of_weights if of_weights is not None and of_weights.is_zero else None
+    if found.weights is not None and found.weights_layout is not None:
+        weights_layout = backgrounds.of(found.weights, found.weights_layout)
+        return weights_layout if weights_layout is not None and weights_layout.is_zero else None
     return None
 
 
@@ -115,7 +115,7 @@ def _chosen(background: Background, found: SumOverExperts) -> _Ids | None:
     count = size_expression(1)
     for size in fake_value(background.ids).shape:
         count = (count * size_expression(size)).expand()
-    top_k = ratio(count, found.pairs.places)
+    top_k = ratio(count, found.pairs.positions)
     if top_k is None or not top_k.is_Integer or not 0 < int(top_k) < found.pairs.experts:
         return None
     return _Ids(background.ids, int(top_k))
@@ -141,12 +141,12 @@ class _ChosenSum:
         rows = RowsOfPairs(writer, found.pairs, PairRows(count, experts, pairs.tokens, ends))
         if not rows.reaches_gemms(found.value, found.layout):
             raise NotThisForm(f"{named(found.node)} adds up what moepass cannot follow back to the GEMMs of experts")
-        written = self._weighed(rows, rows.write(found.value, found.layout))
+        written = self._weighted(rows, rows.write(found.value, found.layout))
         self._check_unread(list(rows.gemms))
         return self._added_up(written, pairs, places)
 
     def _places(self) -> object:
-        size = self.found.pairs.places
+        size = self.found.pairs.positions
         if size.is_Integer:
             return int(size)
         ids = self.chosen.ids
@@ -158,14 +158,14 @@ class _ChosenSum:
             total = self.writer.product(total, self.writer.size(ids, dim))
         return total
 
-    def _weighed(self, rows: RowsOfPairs, value: Node) -> Node:
+    def _weighted(self, rows: RowsOfPairs, value: Node) -> Node:
         """[rows, features] of what is added up, as float32 where a GEMM added it up in that."""
         writer, found = self.writer, self.found
         if found.gemm is not None:
             return rows.product(found.gemm, writer.viewed(value, [rows.rows.count, found.gemm.width]))
-        if found.weights is None or found.of_weights is None:
+        if found.weights is None or found.weights_layout is None:
             return value
-        weights = rows.write(found.weights, found.of_weights)
+        weights = rows.write(found.weights, found.weights_layout)
         if fake_value(value).dtype in (torch.bfloat16, torch.float16):
             value, weights = (
                 writer.emit(prims.convert_element_type.default, one, torch.float32) for one in (value, weights)
@@ -191,9 +191,9 @@ class _ChosenSum:
     def _shape(self, result: Node) -> list[object]:
         """The shape of the sum, whose places have to stand in front of features, in their order."""
         layout = self.found.result
-        shares = [part.share for part in parts_of(layout)]
+        shares = [part.share for part in pair_factors(layout)]
         behind = [dim for dim in layout.dimensions if dim]
-        is_in_front = [is_plain(dim) for dim in behind] == sorted(is_plain(dim) for dim in behind)
+        is_in_front = [is_features(dim) for dim in behind] == sorted(is_features(dim) for dim in behind)
         mixed = any(part.is_rows != dim[0].is_rows for dim in behind for part in dim)
         if shares != sorted(shares, key=lambda share: share or ()) or not is_in_front or mixed:
             raise NotThisForm(f"{named(self.found.node)} has its tokens behind features, or in another order")

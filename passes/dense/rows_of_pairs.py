@@ -18,11 +18,11 @@ from torch.fx import Node
 from moepass.passes.dense.dense_gemms import DenseGemm, dense_gemm
 from moepass.passes.dense.pair_layouts import (
     Pairs,
-    broadcast_back,
+    broadcast_operand,
+    feature_dims,
     features_in,
-    is_plain,
-    kept,
-    sources,
+    is_features,
+    operand_layouts,
 )
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
@@ -48,7 +48,7 @@ class PairRows:
 
     count: Any
     experts: Node
-    places: Node
+    positions: Node
     ends: Node
     are_all: bool = False
 
@@ -60,21 +60,21 @@ class RowsOfPairs:
         self.writer, self.pairs, self.rows = writer, pairs, rows
         # The GEMMs of the graph that were written for the rows, and what they became.
         self.gemms: dict[Node, Node] = {}
-        self._known: dict[tuple[Node, Layout], Node] = {}
+        self._cache: dict[tuple[Node, Layout], Node] = {}
         self._reaches: dict[tuple[Node, Layout], bool] = {}
         self._gains: dict[tuple[Node, Layout], bool] = {}
 
     def write(self, node: Node, layout: Layout) -> Node:
         """[rows, features] of `node`, in which experts and places lie as in `layout`. Raises NotThisForm."""
         key = (node, layout)
-        if key not in self._known:
-            self._known[key] = self._write(node, layout)
+        if key not in self._cache:
+            self._cache[key] = self._write(node, layout)
             wanted = [*map(size_expression, self._shape(layout))]
-            if [*map(size_expression, fake_value(self._known[key]).shape)] != wanted:
+            if [*map(size_expression, fake_value(self._cache[key]).shape)] != wanted:
                 self._refuse(node, "gives other sizes for the rows that are chosen")
-            if fake_value(self._known[key]).dtype != fake_value(node).dtype:
+            if fake_value(self._cache[key]).dtype != fake_value(node).dtype:
                 self._refuse(node, "gives another type for the rows that are chosen")
-        return self._known[key]
+        return self._cache[key]
 
     def reaches_gemms(self, node: Node, layout: Layout) -> bool:
         """True where operations that are known lead from `node` back to a GEMM of the experts."""
@@ -90,9 +90,9 @@ class RowsOfPairs:
     def _sources(self, node: Node, layout: Layout) -> dict[Node, Layout]:
         if node.op != "call_function" or mutates(node) or draws_random_numbers(node):
             return {}
-        found = sources(node, layout, self.pairs) or {}
+        found = operand_layouts(node, layout, self.pairs) or {}
         # An operand without rows is the same for all of them.
-        return {used: one for used, one in found.items() if one.has_rows and self.pairs.are_known(one)}
+        return {used: one for used, one in found.items() if one.has_rows and self.pairs.are_complete(one)}
 
     def _is_looked_up_before(self, node: Node, layout: Layout) -> bool:
         """True where `node` is computed of what has no experts, or no places, so that less is looked up before it."""
@@ -109,10 +109,10 @@ class RowsOfPairs:
         gemm = dense_gemm(node)
         if gemm is None or gemm.kind == "summed" or gemm.experts != self.pairs.experts:
             return None
-        return gemm if gemm.result(self.pairs) == layout else None
+        return gemm if gemm.result_layout(self.pairs) == layout else None
 
     def _write(self, node: Node, layout: Layout) -> Node:
-        if not self.pairs.are_known(layout):
+        if not self.pairs.are_complete(layout):
             self._refuse(node, "takes experts or tokens apart")
         if not self.pairs.has_pairs(layout):
             return self._looked_up(node, layout)
@@ -132,23 +132,23 @@ class RowsOfPairs:
         atoms = self._atoms(parts)
         source = self._viewed(node, [self._size(part.size, node) for part in atoms])
         of_experts = [dim for dim, part in enumerate(atoms) if part.is_rows and part.share == self._expert_share]
-        of_places = [dim for dim, part in enumerate(atoms) if part.is_rows and part.share != self._expert_share]
-        of_places.sort(key=lambda dim: atoms[dim].share or ())
+        of_positions = [dim for dim, part in enumerate(atoms) if part.is_rows and part.share != self._expert_share]
+        of_positions.sort(key=lambda dim: atoms[dim].share or ())
         others = [dim for dim, part in enumerate(atoms) if not part.is_rows]
-        order = [*of_places, *of_experts, *others]
-        if of_places and of_experts:
+        order = [*of_positions, *of_experts, *others]
+        if of_positions and of_experts:
             self._check_not_computed(node)
-        if self.rows.are_all and of_places and of_experts:
-            order = [*of_experts, *of_places, *others]
+        if self.rows.are_all and of_positions and of_experts:
+            order = [*of_experts, *of_positions, *others]
             if order != sorted(order):
                 source = writer.emit(aten.permute.default, source, order)
             return writer.viewed(source, self._shape(layout))
         if order != sorted(order):
             source = writer.emit(aten.permute.default, source, order)
         shape = [writer.size(source, dim) for dim in range(len(order))]
-        if len(of_places) > 1:
-            source = writer.viewed(source, [self._places(), *shape[len(of_places) :]])
-        numbers = [self.rows.places] * bool(of_places) + [self.rows.experts] * bool(of_experts)
+        if len(of_positions) > 1:
+            source = writer.viewed(source, [self._places(), *shape[len(of_positions) :]])
+        numbers = [self.rows.positions] * bool(of_positions) + [self.rows.experts] * bool(of_experts)
         return writer.viewed(writer.emit(aten.index.Tensor, source, numbers), self._shape(layout))
 
     def _check_not_computed(self, node: Node) -> None:
@@ -159,7 +159,7 @@ class RowsOfPairs:
             return any(size_expression(size) == self.pairs.experts for value in tensors for size in value.shape)
 
         for gemm in map(dense_gemm, ancestors(node, follow=is_of_experts)):
-            if gemm is not None and Pairs(gemm.experts, gemm.places) == self.pairs:
+            if gemm is not None and Pairs(gemm.experts, gemm.positions) == self.pairs:
                 self._refuse(node, "is computed of what all experts give, in another way than pair by pair")
 
     def _viewed(self, node: Node, shape: list[Any]) -> Node:
@@ -177,17 +177,17 @@ class RowsOfPairs:
         """Parts, all pairs in one of them as experts and places."""
         found: list[Part] = []
         for part in parts:
-            found += [*self.pairs.of_experts, *self.pairs.of_places] if part.share == () else [part]
+            found += [*self.pairs.of_experts, *self.pairs.of_positions] if part.share == () else [part]
         return found
 
     def _places(self) -> Any:
-        return self._size(self.pairs.places, self.rows.places)
+        return self._size(self.pairs.positions, self.rows.positions)
 
     def _size(self, size: sympy.Expr, node: Node) -> Any:
         """A size as a number or a node."""
         if size.is_Integer:
             return int(size)
-        for known in (node, *node.all_input_nodes, *(one for one in node.graph.nodes if one < self.rows.places)):
+        for known in (node, *node.all_input_nodes, *(one for one in node.graph.nodes if one < self.rows.positions)):
             value = fake_value(known)
             if isinstance(value, torch.SymInt) and size_expression(value) == size and known < self.writer.like:
                 return known
@@ -200,7 +200,7 @@ class RowsOfPairs:
 
     def _multiplied(self, gemm: DenseGemm, layout: Layout) -> Node:
         writer = self.writer
-        rows = writer.viewed(self.write(gemm.rows, gemm.of_rows(self.pairs)), [self.rows.count, gemm.width])
+        rows = writer.viewed(self.write(gemm.rows, gemm.rows_layout(self.pairs)), [self.rows.count, gemm.width])
         product = self.product(gemm, rows)
         self.gemms[gemm.node] = product
         product = writer.viewed(product, self._shape(layout))
@@ -222,20 +222,20 @@ class RowsOfPairs:
         """`used` as it meets rows of a result that has `layout`."""
         value = fake_value(used)
         front = len(layout.dimensions) - value.dim()
-        of_operand = broadcast_back(layout, value.shape)
+        of_operand = broadcast_operand(layout, value.shape)
         sizes = [
             features_in(of_operand.dimensions[dim - front]) if dim >= front else sympy.Integer(1)
-            for dim in kept(layout)
+            for dim in feature_dims(layout)
         ]
         if of_operand.has_rows:
             return self._viewed(self.write(used, of_operand), [self.rows.count, *map(int, sizes)])
-        sizes = sizes[len([dim for dim in kept(layout) if dim < front]) :]
+        sizes = sizes[len([dim for dim in feature_dims(layout) if dim < front]) :]
         return self.writer.viewed(used, list(map(int, sizes)))
 
     def _repeated(self, node: Node, layout: Layout) -> Node:
         """The operation of `node` on the rows of what it is computed of."""
         writer, base = self.writer, base_operation(node)
-        below = sources(node, layout, self.pairs)
+        below = operand_layouts(node, layout, self.pairs)
         if below is None or mutates(node) or draws_random_numbers(node):
             self._refuse(
                 node, "is no operation that moepass knows to compute every pair of a token and an expert alone"
@@ -261,15 +261,15 @@ class RowsOfPairs:
             dim = all_arguments(node)["dim"] % len(layout.dimensions)
             rows = {used: self.write(used, one) for used, one in below.items()}
             tensors = map_nodes(list(all_arguments(node)["tensors"]), rows.__getitem__)
-            return writer.emit(node.target, tensors, 1 + kept(layout).index(dim))  # type: ignore[arg-type]
+            return writer.emit(node.target, tensors, 1 + feature_dims(layout).index(dim))  # type: ignore[arg-type]
         source, one = next(iter(below.items()))
         if has_trait(node, Trait.ALONG):
             return self._along(node, one, self.write(source, one))
         return self._refuse(node, "is no operation that moepass repeats for chosen rows")
 
     def _turned(self, node: Node, layout: Layout, source: Node, before: Layout) -> Node:
-        order, own = permutation(node), kept(before)
-        places = [1 + own.index(order[dim]) for dim in kept(layout)]
+        order, own = permutation(node), feature_dims(before)
+        places = [1 + own.index(order[dim]) for dim in feature_dims(layout)]
         rows = self.write(source, before)
         # Where a dimension of 1 stands does not matter; einsum moves them about.
         moved = [place for place in places if fake_value(rows).shape[place] != 1]
@@ -289,11 +289,11 @@ class RowsOfPairs:
 
     def _along(self, node: Node, before: Layout, rows: Node) -> Node:
         """An operation along features, as these stand behind rows."""
-        given, own = all_arguments(node), kept(before)
+        given, own = all_arguments(node), feature_dims(before)
         name = "dim" if "dim" in given else "dims"
         dims = given[name] if isinstance(given[name], (list, tuple)) else [given[name]]
         dims = [dim % len(before.dimensions) for dim in dims]
-        if any(not is_plain(before.dimensions[dim]) for dim in dims):
+        if any(not is_features(before.dimensions[dim]) for dim in dims):
             if base_operation(node) == "slice":
                 return rows  # all of them
             self._refuse(node, "works along experts or tokens")
@@ -306,7 +306,7 @@ class RowsOfPairs:
         return self.writer.emit(node.target, *args, **given)  # type: ignore[arg-type]
 
     def _shape(self, layout: Layout) -> list[Any]:
-        sizes = [features_in(layout.dimensions[dim]) for dim in kept(layout)]
+        sizes = [features_in(layout.dimensions[dim]) for dim in feature_dims(layout)]
         if not all(size.is_Integer for size in sizes):
             raise NotThisForm("it has a number of features that only a run tells")
         return [self.rows.count, *map(int, sizes)]

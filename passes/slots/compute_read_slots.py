@@ -239,6 +239,7 @@ class _LookupWriter:
         return results
 
     def _ends(self, sorted_expert: Node, count: Any) -> Node:
+        """Return the end of each expert's rows: int32 [experts]."""
         writer = self.writer
         like = {"dtype": torch.int64, "device": self.device}
         # One more, for rows that no expert computes.

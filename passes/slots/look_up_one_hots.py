@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moepass.passes.dense.dense_gemms import labels_behind
+from moepass.passes.dense.dense_gemms import labels_of_chain
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
@@ -184,7 +184,7 @@ class _Product:
         """Return the rows to look up [rows, width], before permuting copies, and the factors in their order."""
         for chain in _chains_before(self.operand):
             source = chain[0]
-            labels = labels_behind(chain)
+            labels = labels_of_chain(chain)
             if labels is None:
                 continue
             rows, width = (labels[-2], labels[-1]) if self.is_left else (labels[-1], labels[-2])
