@@ -50,7 +50,7 @@ def _feeds_other_gemm(start: Node, flow: PairFlow) -> bool:
 
 
 def group_slots(graph: Graph, gemm: DenseGemm) -> Node:
-    """Replace `gemm` and earlier GEMMs by grouped GEMMs; return the last. Raises NotThisForm, with the graph unchanged."""
+    """Replace `gemm` and the GEMMs before it by grouped GEMMs; return the last. NotThisForm leaves the graph as is."""
     pairs = Pairs(gemm.experts, gemm.positions)
     result, layout = _last_of_chain(gemm, pairs)
     writer = GraphWriter(graph, result)
