@@ -52,7 +52,7 @@ class Background:
 
 
 class Backgrounds:
-    """A finder of the backgrounds of values of `pairs`."""
+    """The backgrounds of values of `pairs`."""
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
@@ -98,8 +98,6 @@ class Backgrounds:
             return self._reduced(base, next(iter(operands.values())))
         return self._elementwise(node, base, operands, layout) if has_trait(node, Trait.ELEMENTWISE) else None
 
-    # -------------------------------------------------------------------------------------------------------- leaves
-
     def _scattered(self, node: Node, layout: Layout) -> Background | None:
         """Return the background of a scatter to the experts of each position, into a constant."""
         arguments = all_arguments(node)
@@ -130,10 +128,7 @@ class Backgrounds:
         return None
 
     def _ids(self, node: Node, dimensions: list[Any]) -> Node | None:
-        """Return the ids [positions, k] that a router chose, different for each position, which `node` has in part or in full.
-
-        Returns None unless positions are the first of `dimensions`, which omit size 1.
-        """
+        """Return a router's distinct ids [positions, k] from which `node` is taken; positions must lead its `dimensions`."""
         leading = [each for each in dimensions if not is_features(each)]
         front, layout = len(leading), Layout(tuple(leading))
         has_only_positions = self.pairs.has_positions(layout) and not self.pairs.has_experts(layout)
@@ -159,8 +154,6 @@ class Backgrounds:
         )
         is_top = is_call(chosen, aten.topk.default) and isinstance(arguments["k"], int)
         return bool(is_over_experts and (is_top or is_call(chosen, aten.argmax.default, aten.max.dim)))
-
-    # ---------------------------------------------------------------------------------------------------- operations
 
     def _gemm(self, rows: Node, layout: Layout, added: Any, result: Layout) -> Background | None:
         background = self.of(rows, layout)

@@ -207,10 +207,10 @@ class _ChosenSum:
             for dim, extent in enumerate(fake_value(node).shape):
                 if size_expression(extent) == size_expression(size):
                     return self.writer.size(node, dim)
-        raise NotThisForm(f"{named(self.expert_sum.node)} has a size that no value in the graph has")
+        raise NotThisForm(f"{named(self.expert_sum.node)} has a size that is not found in the graph")
 
     def _check_unread(self, gemms: list[Node]) -> None:
-        """Raise NotThisForm if the results of GEMMs have other readers than the sum and its new terms."""
+        """Raise NotThisForm if the GEMMs' results have readers besides the sum, or its new terms need them."""
         written = set(self.writer.written)
         for node in descendants(*gemms, follow=lambda user: user is not self.expert_sum.node):
             if node.op == "output" or mutates(node):

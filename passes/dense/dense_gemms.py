@@ -58,7 +58,6 @@ class DenseGemm:
 
     @property
     def positions(self) -> sympy.Expr:
-        """The number of positions that each expert computes."""
         return size_expression(fake_value(self.rows).shape[self.batch + self.weights_on_left])
 
     def result_layout(self, pairs: Pairs) -> Layout:
@@ -145,10 +144,7 @@ def _moves(node: Node) -> bool:
 
 
 def labels_of_chain(chain: Sequence[Node]) -> list[list[int]] | None:
-    """Return the dimensions of the first node that make up each dimension of the last, outermost first, without size 1.
-
-    Returns None if a reshape splits a dimension.
-    """
+    """Return the dimensions of the first node, without size 1, in each dimension of the last; None if one is split."""
     shape = fake_value(chain[0]).shape
     labels = [[dim] if size_expression(size) != 1 else [] for dim, size in enumerate(shape)]
     for node in chain[1:]:

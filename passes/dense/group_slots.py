@@ -78,7 +78,7 @@ def group_slots(graph: Graph, gemm: DenseGemm) -> Node:
 
 
 def _last_of_chain(gemm: DenseGemm, pairs: Pairs) -> tuple[Node, Layout]:
-    """Return the last value, with its layout, of the chain after `gemm` in which every value has one reader."""
+    """Follow the chain of single readers of `gemm`; return the last value with experts and slots, and its layout."""
     node = gemm.node
     flow = PairFlow(node, gemm.result_layout(pairs))
     result = node, gemm.result_layout(pairs)
@@ -97,10 +97,7 @@ def _last_of_chain(gemm: DenseGemm, pairs: Pairs) -> tuple[Node, Layout]:
 
 
 def _as_lookup(writer: GraphWriter, node: Node, table: Node, layout: Layout, rows: Node, pairs: Pairs) -> Node | None:
-    """Return a lookup in `rows` [experts · slots, features] that replaces the lookup `node` in `table`.
-
-    Returns None unless `node` looks up complete slots by expert and slot, in the first two dimensions of `table`.
-    """
+    """Return a lookup in `rows` [experts · slots, features] for a lookup `node` of complete slots in `table`, or None."""
     front = len(layout.dimensions) - len(feature_dims(layout))
     if front != 2 or {*layout.dimensions[:2]} != {pairs.of_experts, pairs.of_positions}:
         return None

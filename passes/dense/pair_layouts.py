@@ -84,7 +84,7 @@ def features_in(dimension: Dimension) -> sympy.Expr:
 
 
 def feature_dims(layout: Layout) -> list[int]:
-    """Return the dimensions that remain for one pair: those without experts and positions, or with features too."""
+    """Return the dimensions that one pair has: all except those with only experts or positions."""
     return [
         dim
         for dim, dimension in enumerate(layout.dimensions)

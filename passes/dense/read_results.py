@@ -26,10 +26,7 @@ _MOST_NODES = 200
 
 @dataclasses.dataclass(frozen=True)
 class SumOverExperts:
-    """A `node` that sums `value`, with `layout`, over experts.
-
-    It may multiply the value by `weights`, with `weights_layout`, or by the weights of a summed `gemm`.
-    """
+    """A sum `node` of `value` over experts, with `weights` or the weights of a summed `gemm` as factors."""
 
     node: Node
     pairs: Pairs

@@ -123,8 +123,6 @@ class RowsOfPairs:
             return self._repeat(node, layout)
         return self._look_up(node, layout)
 
-    # -------------------------------------------------------------------------------------------------------- leaves
-
     def _look_up(self, node: Node, layout: Layout) -> Node:
         """Return the elements of `node` for each row, by its expert, its position, or both."""
         writer = self.writer
@@ -184,7 +182,6 @@ class RowsOfPairs:
         return self._size(self.pairs.positions, self.rows.positions)
 
     def _size(self, size: sympy.Expr, node: Node) -> Any:
-        """Return a size as a number or a node."""
         if size.is_Integer:
             return int(size)
         for source in (node, *node.all_input_nodes, *(each for each in node.graph.nodes if each < self.rows.positions)):
@@ -194,9 +191,7 @@ class RowsOfPairs:
             for dim, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if size_expression(extent) == size:
                     return self.writer.size(source, dim)
-        self._refuse(node, f"has a size of {size}, which no value in the graph has")
-
-    # ---------------------------------------------------------------------------------------------------- operations
+        self._refuse(node, f"has a size of {size}, which is not found in the graph")
 
     def _grouped_gemm(self, gemm: DenseGemm, layout: Layout) -> Node:
         writer = self.writer
@@ -233,7 +228,6 @@ class RowsOfPairs:
         return self.writer.viewed(used, list(map(int, sizes)))
 
     def _repeat(self, node: Node, layout: Layout) -> Node:
-        """Return the operation of `node` on the rows of its operands."""
         writer, base = self.writer, base_operation(node)
         operands = operand_layouts(node, layout, self.pairs)
         if operands is None or mutates(node) or draws_random_numbers(node):
@@ -286,7 +280,6 @@ class RowsOfPairs:
         return self.writer.getitem(self._along(producer, source_layout, rows), node.args[1])  # type: ignore[arg-type]
 
     def _along(self, node: Node, layout: Layout, rows: Node) -> Node:
-        """Return the operation along features on the rows."""
         arguments, row_dims = all_arguments(node), feature_dims(layout)
         name = "dim" if "dim" in arguments else "dims"
         dims = arguments[name] if isinstance(arguments[name], (list, tuple)) else [arguments[name]]

@@ -42,7 +42,6 @@ class Layout:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """The shares of the rows, sorted."""
         factors = (factor for dimension in self.dimensions for factor in dimension)
         return tuple(sorted(factor.share for factor in factors if factor.share is not None))
 
@@ -108,10 +107,7 @@ def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
 
 
 def _take_none(pending: list[Part], after: Sequence[sympy.Expr]) -> Dimension | None:
-    """Remove and return the factors of a dimension of size 0, or None if they are ambiguous.
-
-    Its features are what the later sizes `after` do not need.
-    """
+    """Remove the factors of a dimension of size 0, with the features that the later sizes `after` do not need."""
     count = next((index for index, factor in enumerate(pending) if index > 0 and factor.size != 0), len(pending))
     empty = [pending.pop(0) for _ in range(count)]
     features_size = ratio(size_of(tuple(pending)), sympy.expand(sympy.Mul(*after)))
@@ -144,7 +140,6 @@ def _take(pending: list[Part], wanted: sympy.Expr) -> Dimension | None:
 
 
 def _split(product: Part, outer: sympy.Expr, inner: sympy.Expr) -> tuple[Part, Part]:
-    """Split a factor of a dimension into its inner and its outer factor."""
     if product.share is None:
         return Part(inner), Part(outer)
     name = f"{outer} x {inner}"
@@ -200,7 +195,6 @@ def ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
 
 
 def _is_product(size: sympy.Expr) -> bool:
-    """Return whether `size` is a product of symbols and numbers."""
     return bool(size.is_Symbol or size.is_Mul or size.is_Pow)
 
 

@@ -81,8 +81,6 @@ class RowRules:
             return self._gemm(node, base, arguments)
         self._refuse(node, "is an operation that is not known to keep rows separate")
 
-    # ---------------------------------------------------------------------------------------------------- operations
-
     def _elementwise(self, node: Node) -> Layouts:
         value = fake_value(node)
         # Of several results (`frexp`), the first has the broadcast shape; other shapes are those of unread buffers.
@@ -335,7 +333,6 @@ def _along_result(layout: Layout, dims: Sequence[int], shape: Sequence[Any]) -> 
 
 
 def _layouts_of(value: Any, layout_of: Callable[[Any], Layout | None]) -> Layouts:
-    """Return the layout of each tensor in `value`."""
     if isinstance(value, (tuple, list)):
         return tuple(layout_of(item.shape) for item in value)
     return layout_of(value.shape)

@@ -13,7 +13,7 @@ Contract
 Pseudo-code
     for each block whose experts have equally many rows:
         find the readers of its results: lookups in one table of slots, with rows of one number before or after them
-        look up the expert and the slot of each lookup, with the same indices, so that invalid ones fail as before
+        find the expert and slot of each lookup with the same indices, so that invalid ones fail as before
         sort by expert; rows that are no slots go last, after the last expert's rows
         look up the rows of these slots, and in the same way any other operand that has one row for each slot
         compute the experts on these rows; write the number to rows that are no slots; restore the order

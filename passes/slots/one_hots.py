@@ -58,10 +58,8 @@ Dimension = tuple[MaskFactor, ...]
 class OneHots:
     """A mask; dimensions of size 1 have no factors. `weight` [tokens, k] is zero for an entry that is missing.
 
-    Attributes:
-        are_distinct: the entries of a token with nonzero weights have different indices
-        is_exact: the mask was summed in the order of k
-        is_boolean: weights are 0 or 1
+    `are_distinct`: the entries of a token with nonzero weights have different indices. `is_exact`: the mask was summed in
+    the order of k. `is_boolean`: weights are 0 or 1.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -138,8 +136,6 @@ class MaskReader:
             return dataclasses.replace(mask, dimensions=self._regrouped(node, mask.factors))
         return mask
 
-    # ------------------------------------------------------------------------------------------------------- leaves
-
     def _compared(self, node: Node) -> OneHots:
         """Read a comparison of one integer per token with 0, 1, 2, ..: one-hot vectors."""
         left, right = node.args
@@ -161,9 +157,7 @@ class MaskReader:
         if value.dtype is not torch.int64:
             index = writer.emit(prims.convert_element_type.default, index, torch.int64)
         is_valid = writer.emit(
-            aten.bitwise_and.Tensor,
-            writer.emit(aten.ge.Scalar, index, 0),
-            writer.emit(aten.lt.Scalar, index, size),
+            aten.bitwise_and.Tensor, writer.emit(aten.ge.Scalar, index, 0), writer.emit(aten.lt.Scalar, index, size)
         )
         index = writer.emit(aten.where.self, is_valid, index, self._number(0, index))
         dimensions: list[Dimension] = [() for _ in range(dims)]
@@ -174,8 +168,6 @@ class MaskReader:
     def _number(self, number: float, like: Node) -> Node:
         value = fake_value(like)
         return self.writer.emit(aten.scalar_tensor.default, number, dtype=value.dtype, device=value.device)
-
-    # ------------------------------------------------------------------------------------------------ sums, products
 
     def _sum(self, node: Node, arguments: dict[str, Any]) -> OneHots:
         terms = [arguments["self"], arguments["other"]]
@@ -219,7 +211,7 @@ class MaskReader:
         return dataclasses.replace(mask, weight=weight, is_exact=mask.are_distinct, is_boolean=is_boolean)
 
     def _values_at_entries(self, node: Node, mask: OneHots, scale: Node) -> Node:
-        """Return the elements of `scale` at the entries of `mask`: [tokens, k], or either size 1 by broadcasting."""
+        """Return the elements of `scale` at the entries of `mask`, in a shape that broadcasts to [tokens, k]."""
         value, writer = fake_value(scale), self.writer
         dims = len(mask.dimensions)
         if value.dim() > dims or not isinstance(value, torch.Tensor):
@@ -273,8 +265,6 @@ class MaskReader:
             return factor
         tokens = self.writer.size(factor.index, 0)
         return MaskFactor(factor.size, self.writer.emit(aten.expand.default, factor.index, [tokens, more.entries]))
-
-    # -------------------------------------------------------------------------------------------------------- types
 
     def _cast(self, node: Node, mask: OneHots) -> OneHots:
         dtype, old = fake_value(node).dtype, fake_value(mask.weight).dtype
