@@ -128,7 +128,7 @@ class Backgrounds:
         return None
 
     def _ids(self, node: Node, dimensions: list[Any]) -> Node | None:
-        """Return a router's distinct ids [positions, k] from which `node` is taken; positions must lead its `dimensions`."""
+        """Return a router's distinct ids [positions, k] from which `node` is taken; positions lead its `dimensions`."""
         leading = [each for each in dimensions if not is_features(each)]
         front, layout = len(leading), Layout(tuple(leading))
         has_only_positions = self.pairs.has_positions(layout) and not self.pairs.has_experts(layout)

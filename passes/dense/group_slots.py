@@ -97,7 +97,7 @@ def _last_of_chain(gemm: DenseGemm, pairs: Pairs) -> tuple[Node, Layout]:
 
 
 def _as_lookup(writer: GraphWriter, node: Node, table: Node, layout: Layout, rows: Node, pairs: Pairs) -> Node | None:
-    """Return a lookup in `rows` [experts · slots, features] for a lookup `node` of complete slots in `table`, or None."""
+    """Return a lookup in `rows` [experts · slots, features] for a lookup `node` of full slots in `table`, or None."""
     front = len(layout.dimensions) - len(feature_dims(layout))
     if front != 2 or {*layout.dimensions[:2]} != {pairs.of_experts, pairs.of_positions}:
         return None
