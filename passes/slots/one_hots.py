@@ -58,8 +58,8 @@ Dimension = tuple[MaskFactor, ...]
 class OneHots:
     """A mask; dimensions of size 1 have no factors. `weight` [tokens, k] is zero for an entry that is missing.
 
-    `are_distinct`: a token's entries with nonzero weights have different indices. `is_exact`: the mask was summed in the
-    order of k. `is_boolean`: weights are 0 or 1.
+    `are_distinct`: a token's entries with nonzero weights have different indices. `is_exact`: the mask was summed in
+    the order of k. `is_boolean`: weights are 0 or 1.
     """
 
     dimensions: tuple[Dimension, ...]
