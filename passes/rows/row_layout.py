@@ -199,7 +199,7 @@ def _is_product(size: sympy.Expr) -> bool:
 
 
 def broadcast(layouts: Iterable[Layout], shape: Sequence[Any]) -> Layout | None:
-    """Return the layout of an elementwise result with `shape`, or None if rows would meet other rows."""
+    """Return the layout of an elementwise result with `shape`, or None if it would combine different rows."""
     layouts = list(layouts)
     dimensions = []
     for dim in range(-len(shape), 0):

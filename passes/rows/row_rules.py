@@ -88,19 +88,19 @@ class RowRules:
         tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
         layout = broadcast([self._layout(used) for used in tensors if self._has_rows(used)], shape)
         if layout is None:
-            self._refuse(node, "lets rows meet other rows")
+            self._refuse(node, "combines rows with other rows")
         for constant in (used for used in tensors if not self._has_rows(used)):
             self._check_constant(node, constant, layout)
         return _layouts_of(value, lambda item_shape: layout if item_shape == shape else None)
 
     def _check_constant(self, node: Node, constant: Node, layout: Layout) -> None:
-        """Refuse a constant that does not have equal values for all rows that it meets."""
+        """Refuse a constant that is not equal for all rows with which it is combined."""
         value = fake_value(constant)
         for dim in range(-value.dim(), 0):
             if not layout.has_rows_along(dim) or _is_one(value.shape[dim]):
                 continue
             if not self._is_uniform(constant) and not is_flat(constant, dim):
-                self._refuse(node, f"meets rows with {self._named(constant)}, which has another value for each row")
+                self._refuse(node, f"combines rows with {self._named(constant)}, which differs between rows")
             times = features_per_row(layout.dimensions[dim])
             if times is not None and has_trait(constant, Trait.FILL, Trait.EXPAND):
                 sizes, readers = self._made.setdefault(constant, ({}, set()))
@@ -147,7 +147,7 @@ class RowRules:
         ((dim,),) = (_dims_of(node, arguments, len(first.dimensions) + (base == "stack")),)
         common = {_without(layout, dim) if base != "stack" else layout.dimensions for layout in layouts}
         if len(common) != 1 or (base != "stack" and any(layout.has_rows_along(dim) for layout in layouts)):
-            self._refuse(node, "puts rows together with other rows")
+            self._refuse(node, "joins rows with other rows")
         size = features(fake_value(node).shape[dim])
         dimensions = list(common.pop())
         result = Layout((*dimensions[:dim], size, *dimensions[dim:]))
@@ -159,7 +159,7 @@ class RowRules:
                 operand.has_rows_along(axis) and size_of(operand.dimensions[axis]) != size_expression(size)
                 for axis, size in enumerate(shape)
             ):
-                self._refuse(node, f"puts rows together with {self._named(constant)}, which does not have all rows")
+                self._refuse(node, f"joins rows with {self._named(constant)}, which does not have all rows")
             self._check_constant(node, constant, operand)
         return result
 
@@ -236,14 +236,14 @@ class RowRules:
         elif batch and (left_layout.has_rows_along(0) or right_layout.has_rows_along(0)):
             constant = right if left_layout.has_rows else left
             if not self._is_uniform(constant) and not is_flat(constant, 0):
-                self._refuse(node, f"meets rows with {self._named(constant)}, another matrix for each row")
+                self._refuse(node, f"combines rows with {self._named(constant)}, a different matrix for each row")
         leading = (left_layout if left_layout.has_rows else right_layout).dimensions[:batch]
         product = Layout((*leading, left_layout.dimensions[batch], right_layout.dimensions[batch + 1]))
         added = arguments.get("self") if base == "addmm" else None
         if added is not None:
             if self._has_rows(added):
                 return broadcast([product, self._layout(added)], fake_value(node).shape) or self._refuse(
-                    node, "lets rows meet other rows"
+                    node, "combines rows with other rows"
                 )
             self._check_constant(node, added, product)
         return product

@@ -62,8 +62,8 @@ def row_parts(layout: Layout) -> list[Part]:
 
 
 def trailing(shape: Sequence[Any], behind: int) -> list[Any]:
-    """Return the last `behind` sizes of an operand that meets rows. Raises NotThisForm unless the others are 1."""
+    """Return the last `behind` sizes of an operand without rows. Raises NotThisForm unless the others are 1."""
     front = len(shape) - min(len(shape), behind)
     if any(size_expression(size) != 1 for size in shape[:front]):
-        raise NotThisForm("it meets rows with another value for each row")
+        raise NotThisForm("it combines rows with a different value for each row")
     return list(shape[front:])
