@@ -163,7 +163,7 @@ class Branches(RowRules):
         masked = masks_of_all_experts(nodes)
         if masked is None:
             if (masks := masks_of_experts(nodes)) is not None:
-                if len({(mask.chosen, mask.is_turned) for mask in masks}) != 1:
+                if len({(mask.chosen, mask.is_transposed) for mask in masks}) != 1:
                     self._refuse(
                         nodes[0],
                         "and those of the other branches list rows by different expert ids, or in different orders; "
@@ -184,7 +184,7 @@ class Branches(RowRules):
         sizes = tuple(size_expression(fake_value(node).shape[0]) for node in nodes)
         if any(size.is_Integer for size in sizes):
             self._refuse(nodes[0], "is said to have a constant number of rows")
-        source = self.pairs.tokens if are_tokens else self.pairs.places
+        source = self.pairs.tokens if are_tokens else self.pairs.choices
         return Pieces(source, 0, sizes, table=self.pairs.ends, are_whole=True)
 
     def _row_dims(self, shape: Sequence[Any]) -> list[int]:

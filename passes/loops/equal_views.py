@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS
-from moepass.passes.masks.chosen_rows import is_whole_slice
+from moepass.passes.masks.chosen_rows import is_full_slice
 from moepass.passes.ops.traits import base_operation, is_view
 
 
@@ -28,7 +28,7 @@ def merge_equal_views(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.meta.get(ARGUMENT_KEY, False) and node not in written:
             fixed.add(node)
-        if is_whole_slice(node):
+        if is_full_slice(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
