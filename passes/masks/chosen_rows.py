@@ -60,8 +60,8 @@ class ExpertMask:
 class SortedPairs:
     """All pairs of a token and an expert, sorted by expert, int64 [tokens · k].
 
-    Each pair has its token, its choice, and its index in the order of tokens. `ends` [experts] are
-    the indices at which the pairs of each expert end.
+    Each pair has its token, its choice, and its index in the order of tokens. The pairs of an expert end at the index
+    in `ends` [experts].
     """
 
     tokens: Node
