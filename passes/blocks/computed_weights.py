@@ -106,9 +106,7 @@ def _check_step(node: Node) -> None:
 
 def _is_static(node: Node) -> bool:
     values = several(fake_value(node))
-    return all(
-        isinstance(tensor, torch.Tensor) and all(isinstance(size, int) for size in tensor.shape) for tensor in values
-    )
+    return all(isinstance(item, torch.Tensor) and all(isinstance(size, int) for size in item.shape) for item in values)
 
 
 def _as_json(argument: Any, number_of: Mapping[Node, int]) -> Any:

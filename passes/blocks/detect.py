@@ -314,7 +314,6 @@ def bank_arguments(node: Node) -> BankTensorArguments:
 
 
 def _bank_specs(graphs: list[Graph]) -> list[BankSpec]:
-    """Return the banks that `graphs` read, ordered by index, each with the tensors that they read."""
     tensors: dict[int, dict[int, TensorSpec]] = defaultdict(dict)
     reads: dict[int, BankTensorArguments] = {}
     for node in (node for graph in graphs for node in graph.nodes):

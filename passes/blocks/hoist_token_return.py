@@ -150,22 +150,18 @@ def _hoist(begin: Node, gemm: Node) -> bool:
     chain = _path_to_return(gemm) if stores_rows_in_any_order(gemm) else ()
     if not chain:
         return False
-    position = positions(gemm.graph)
+    index = positions(gemm.graph)
     back = _return_of(chain)
     row_work = _row_work_for(chain)
-    later_inputs = [used for used in (back.order, *back.numbers.all_input_nodes) if position[used] > position[gemm]]
+    later = [used for used in (back.order, *back.numbers.all_input_nodes) if index[used] > index[gemm]]
     excluded = {gemm, *back.inverse_nodes}
-    needed = set(
-        ancestors(*chain, *later_inputs, follow=lambda used: used not in excluded and position[used] > position[gemm])
-    )
-    before = sorted(needed - row_work, key=position.__getitem__)
-    if any(
-        position[used] >= position[begin] and used not in before for node in before for used in node.all_input_nodes
-    ):
+    needed = set(ancestors(*chain, *later, follow=lambda used: used not in excluded and index[used] > index[gemm]))
+    before = sorted(needed - row_work, key=index.__getitem__)
+    if any(index[used] >= index[begin] and used not in before for node in before for used in node.all_input_nodes):
         return False
     for node in before:
         begin.prepend(node)
-    for node in sorted(needed & row_work, key=position.__getitem__, reverse=True):
+    for node in sorted(needed & row_work, key=index.__getitem__, reverse=True):
         gemm.append(node)
     _compute_inverse_before(chain[-1], back)
     return True

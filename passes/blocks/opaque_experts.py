@@ -27,10 +27,8 @@ def opaque_reason(node: Node, weights: list[Node]) -> str | None:
     """
     name = node.target._schema.name  # type: ignore[union-attr]
     experts = {int(fake_value(weight).shape[0]) for weight in weights}
-    has_expert_name = _EXPERT_NAME.search(name.split("::")[-1]) is not None
-    if not has_expert_name and not any(
-        _is_routing(used, experts) for used in node.all_input_nodes if used not in weights
-    ):
+    is_named = _EXPERT_NAME.search(name.split("::")[-1]) is not None
+    if not is_named and not any(_is_routing(used, experts) for used in node.all_input_nodes if used not in weights):
         return None
     read = f", which reads {', '.join(map(describe_node, weights[:2]))}" if weights else ""
     return (

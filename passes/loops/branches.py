@@ -429,15 +429,13 @@ class Branches(RowRules):
             self._check_type(node, branch_value, value)
         return written
 
-    def _check_type(self, node: Node, branch_value: torch.Tensor, together: torch.Tensor) -> None:
+    def _check_type(self, node: Node, single: torch.Tensor, together: torch.Tensor) -> None:
         """Raise NotThisForm if the values of all experts have another dtype than those of one.
 
         A number does not change the dtype of the rows that it multiplies, but the tensor of all experts' numbers may.
         """
-        if branch_value.dtype != together.dtype:
-            self._refuse(
-                node, f"returns {branch_value.dtype} in a branch, but {together.dtype} for all experts together"
-            )
+        if single.dtype != together.dtype:
+            self._refuse(node, f"returns {single.dtype} in a branch, but {together.dtype} for all experts together")
 
     def _along_features(self, node: Node, base: str, tensors: dict[Node, Together]) -> tuple[Any, Any]:
         """Return the arguments of an operation along features, which are the last dimension of all rows together."""
@@ -474,7 +472,6 @@ class Branches(RowRules):
         return [*map(size_expression, value.shape)] == [*map(size_expression, self._shape_of(layout))]
 
     def _shape_of(self, layout: Layout) -> list[Any]:
-        """Return the shape that a value of this layout in a branch has for all rows."""
         assert self.groups is not None
         return [self.groups.total, *features_behind(layout)]
 

@@ -52,9 +52,7 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
     if not groups.is_even:
         of_rows = [dim for dim in range(len(layout.dimensions)) if layout.has_rows_along(dim)]
         if join.stacks or of_rows != [join.dim]:
-            raise NotThisForm(
-                f"{named(join.node)} combines different numbers of rows; expected a concatenation of rows"
-            )
+            raise NotThisForm(f"{named(join.node)} combines different numbers of rows; expected torch.cat of rows")
         return writer.viewed(rows.node, shape_in_place(layout, groups.total))
     shape = [groups.size_as_value(size_of(dimension)) for dimension in layout.dimensions]
     row_dims = row_parts(layout)
@@ -62,10 +60,9 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
     # [experts, parts of rows, outermost first, features ..] -> [experts, dimensions of a branch ..]
     sizes = [groups.size_as_value(row_dim.size) for row_dim in row_dims]
     value = writer.viewed(rows.node, [len(join.branches), *sizes, *features])
-    feature_dims = itertools.count(1 + len(row_dims))
+    later = itertools.count(1 + len(row_dims))
     order = [
-        1 + row_dims.index(dimension[0]) if _has_rows(dimension) else next(feature_dims)
-        for dimension in layout.dimensions
+        1 + row_dims.index(dimension[0]) if _has_rows(dimension) else next(later) for dimension in layout.dimensions
     ]
     dim = join.dim
     order.insert(dim, 0)

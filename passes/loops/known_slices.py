@@ -72,13 +72,11 @@ def _slices_by(table: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     slices: dict[tuple[Node, int], dict[tuple[sympy.Expr, sympy.Expr], Node]] = {}
     for node in table.graph.nodes:
         if is_call(node, aten.slice.Tensor):
-            arguments = all_arguments(node)
-            if arguments["step"] == 1 and isinstance(arguments["end"], Node):
-                bounds = tuple(
-                    sympy.expand(size_expression(bound or 0)) for bound in (arguments["start"], arguments["end"])
-                )
-                dim = arguments["dim"] % fake_value(node).dim()
-                slices.setdefault((arguments["self"], dim), {})[bounds] = node
+            values = all_arguments(node)
+            if values["step"] == 1 and isinstance(values["end"], Node):
+                bounds = tuple(sympy.expand(size_expression(bound or 0)) for bound in (values["start"], values["end"]))
+                dim = values["dim"] % fake_value(node).dim()
+                slices.setdefault((values["self"], dim), {})[bounds] = node
     for (source, dim), by_bounds in slices.items():
         pieces = [by_bounds[bounds] for bounds in expected if bounds in by_bounds]
         is_known = [size_expression(fake_value(piece).shape[dim]) for piece in pieces] == symbols
@@ -153,13 +151,9 @@ def _is_nonnegative(node: Node) -> bool:
     if base in ("histc", "bincount"):
         return all_arguments(node).get("weights") is None
     if base in ("scatter", "scatter_add"):
-        arguments = all_arguments(node)
-        written = arguments.get("src", arguments.get("value"))
-        return (
-            arguments.get("reduce") is None
-            and _is_filled_nonnegative(arguments["self"])
-            and _is_filled_nonnegative(written)
-        )
+        values = all_arguments(node)
+        written = values.get("src", values.get("value"))
+        return values.get("reduce") is None and _has_nonnegative_fill(values["self"]) and _has_nonnegative_fill(written)
     if is_call(node, aten.copy.default):  # a result that torch.distributed writes to an argument
         return _is_nonnegative(all_arguments(node)["src"])
     collective = collective_of(node)
@@ -169,7 +163,7 @@ def _is_nonnegative(node: Node) -> bool:
     return passes_on and _is_nonnegative(node.all_input_nodes[0])
 
 
-def _is_filled_nonnegative(value: object) -> bool:
+def _has_nonnegative_fill(value: object) -> bool:
     """Return whether `value` is a nonnegative number, or a tensor filled with one."""
     number = fill_number(value) if isinstance(value, Node) else value
     return isinstance(number, (bool, int, float)) and number >= 0

@@ -234,7 +234,6 @@ def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
 
 
 def _has_exact_ids(dtype: torch.dtype, experts: int) -> bool:
-    """Return whether the type has all expert ids exactly."""
     if dtype.is_floating_point:
         return experts <= 2 / torch.finfo(dtype).eps
     return dtype is not torch.bool and not dtype.is_complex and experts - 1 <= torch.iinfo(dtype).max

@@ -98,14 +98,12 @@ class RowGroups:
         dims = list(range(value.dim()))
         if pieces.keeps_dim:
             # [.., experts · n, ..] -> [.., experts, n, ..]
-            split = [writer.size(source, source_dim) for source_dim in dims]
+            split = [writer.size(source, each) for each in dims]
             split[dim : dim + 1] = [len(pieces.sizes), int(pieces.sizes[0])]
             source = writer.viewed(source, split)
             dims = list(range(value.dim() + 1))
         if dim != 0:
-            source = writer.emit(
-                aten.permute.default, source, [dim, *(source_dim for source_dim in dims if source_dim != dim)]
-            )
+            source = writer.emit(aten.permute.default, source, [dim, *(each for each in dims if each != dim)])
         return writer.viewed(source, shape)
 
     def ends(self, writer: GraphWriter) -> Node:
@@ -138,7 +136,6 @@ class RowGroups:
         return writer.emit(aten.sub.Tensor, ends, starts)
 
     def _on_device(self, numbers: Node, writer: GraphWriter) -> Node:
-        """Return `numbers` on the device of the rows; they may be on the host."""
         if fake_value(numbers).device == self.device:
             return numbers
         return writer.emit(prims.device_put.default, numbers, self.device)

@@ -105,9 +105,7 @@ def sums_by_token(graph: Graph) -> list[SumByToken]:
 
 def _only_next_reads(node: Node, additions: dict[Node, _Addition]) -> bool:
     """Return whether only the next addition reads `node`, and is of the same kind."""
-    following = [
-        addition for addition in additions.values() if addition.total is node and addition.is_same_kind(additions[node])
-    ]
+    following = [each for each in additions.values() if each.total is node and each.is_same_kind(additions[node])]
     return len(following) == 1 and set(node.users) == {following[0].node, following[0].reader} - {None}
 
 

@@ -100,7 +100,6 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
 
 
 def _possible_joins(graph: Graph) -> Iterator[Join | SumByToken]:
-    """Yield nodes that may combine the branches of a loop."""
     return itertools.chain(joins(graph), sums_by_token(graph))
 
 
@@ -139,8 +138,7 @@ def _are_of_experts(join: Join, branches: Branches, fixed: FixedNodes) -> bool:
     gemms = [_gemms_before(branch) for branch in join.branches]
     shared = set.intersection(*gemms)  # the router's
     rows, weights = (
-        [{cast("Node", gemm.args[position]) for gemm in branch_nodes - shared} for branch_nodes in gemms]
-        for position in (-2, -1)
+        [{cast("Node", gemm.args[side]) for gemm in nodes - shared} for nodes in gemms] for side in (-2, -1)
     )
     if set.intersection(*rows):
         return False  # queries, keys and values, of the same rows
@@ -148,8 +146,8 @@ def _are_of_experts(join: Join, branches: Branches, fixed: FixedNodes) -> bool:
         return True
     if any(len(set().union(*all_nodes)) != sum(map(len, all_nodes)) for all_nodes in (rows, weights)):
         return False
-    shapes = {str(sorted(str(fake_value(weight).shape) for weight in branch_nodes)) for branch_nodes in weights}
-    return len(shapes) == 1 and all(fixed.holds(weight) for branch_nodes in weights for weight in branch_nodes)
+    shapes = {str(sorted(str(fake_value(weight).shape) for weight in nodes)) for nodes in weights}
+    return len(shapes) == 1 and all(fixed.holds(weight) for nodes in weights for weight in nodes)
 
 
 def _gemms_before(branch: Node) -> set[Node]:

@@ -145,15 +145,15 @@ class _Lists:
             self._read_sizes_from(node, self._list(mask, node, fake_value(node).shape[0], writer))
 
     def _write(self, node: Node, mask: ExpertMask, writer: GraphWriter) -> Node | None:
-        arguments = all_arguments(node)
-        listed, values = self._listed.get(mask), fake_value(arguments["values"])
+        inputs = all_arguments(node)
+        pairs, values = self._listed.get(mask), fake_value(inputs["values"])
         # Values of another size may be broadcast.
-        if listed is None or not values.dim() or size_expression(values.shape[0]) != size_expression(listed.number):
+        if pairs is None or not values.dim() or size_expression(values.shape[0]) != size_expression(pairs.number):
             return None
-        if fake_value(arguments["indices"][0]).dim() != 1:
+        if fake_value(inputs["indices"][0]).dim() != 1:
             return None
         return writer.emit(
-            aten.index_put.default, arguments["self"], [listed.tokens], arguments["values"], arguments["accumulate"]
+            aten.index_put.default, inputs["self"], [pairs.tokens], inputs["values"], inputs["accumulate"]
         )
 
     def _list(self, mask: ExpertMask, node: Node, number: torch.SymInt, writer: GraphWriter) -> _Listed:
@@ -172,7 +172,6 @@ class _Lists:
         return self._listed[mask]
 
     def _read_sizes_from(self, node: Node, listed: _Listed) -> None:
-        """Read sizes of `node` from the list instead."""
         for user in list(node.users):
             if is_call(user, aten.sym_size.int) and user.args[1] == 0:
                 with self.graph.inserting_before(user):

@@ -197,15 +197,11 @@ class RoutingRules(RowRules):
             return None
         layout = self._layout(fact.ids)
         size = size_of(layout.dimensions[0])
-        target_fact = self.facts.get(target)
-        is_empty = (
-            _is_empty(target, size)
-            if target_fact is None
-            else (target_fact.kind, target_fact.sort) == (EMPTY, fact.sort)
-        )
+        empty = self.facts.get(target)
+        is_empty = _is_empty(target, size) if empty is None else (empty.kind, empty.sort) == (EMPTY, fact.sort)
         if not is_empty or not _is_arange_to(numbers, size) or set(numbers.users) != {node}:
             return None
-        for recreated in (numbers,) if target_fact is not None else (target, numbers):
+        for recreated in (numbers,) if empty is not None else (target, numbers):
             self.recreated.add(recreated)
             self._layouts[recreated] = layout
         self._note(node, Fact(ROWS, fact.ids, fact.sort))

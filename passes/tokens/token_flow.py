@@ -99,9 +99,7 @@ def sequences_of(shape: Any) -> Layout:
 
 
 def _parts_of_sequences(inputs: Mapping[Node, Layout]) -> tuple[Part, ...]:
-    factors = [
-        factor for layout in inputs.values() for dimension in layout.dimensions for factor in dimension if factor.share
-    ]
+    factors = [factor for layout in inputs.values() for dim in layout.dimensions for factor in dim if factor.share]
     return tuple(factors[:2])
 
 
@@ -259,12 +257,8 @@ class _TokenWalk(RoutingRules):
             return super()._view(node, layout)
         except NotThisForm:
             # All tokens may be split into sequences of any length.
-            def split_into_sequences(dimension: Dimension) -> Dimension:
-                return tuple(
-                    split_factor
-                    for factor in dimension
-                    for split_factor in (self._sequences if factor.share == () else (factor,))
-                )
+            def split_into_sequences(dim: Dimension) -> Dimension:
+                return tuple(each for factor in dim for each in (self._sequences if factor.share == () else (factor,)))
 
             if not self._sequences:
                 raise
@@ -350,7 +344,7 @@ class _TokenWalk(RoutingRules):
             source, index = node.args
             source_layouts = self._layouts.get(source)  # type: ignore[arg-type]
             return source_layouts[index] if isinstance(source_layouts, tuple) else None  # type: ignore[index]
-        if not all(isinstance(tensor, torch.Tensor) for tensor in several(value)):
+        if not all(isinstance(item, torch.Tensor) for item in several(value)):
             return None
         first = node.args[0] if node.args else None
         if not isinstance(first, Node) or not self._has_rows(first):
@@ -373,8 +367,7 @@ class _TokenWalk(RoutingRules):
         if isinstance(layouts, Layout) and isinstance(value, (tuple, list)):
             layouts = (layouts, *[None] * (len(value) - 1))
         if not any_rows(layouts) or not all(
-            layout is None or fits(layout, tensor)
-            for layout, tensor in zip(several(layouts), several(value), strict=True)
+            layout is None or fits(layout, item) for layout, item in zip(several(layouts), several(value), strict=True)
         ):
             return None
         return layouts
