@@ -40,15 +40,15 @@ from moepass.passes.ops.walk import ancestors
 
 _ALONE = "an expert GEMM without a partner: a block has an up and a down, which share offsets or expert ids"
 _ALONE_AND_DENSE = (
-    "it multiplies every row by the weights of every expert, and the GEMM before it does so in another form, or there "
-    "is none. Where a router chooses some experts of each token, expected the weights of the others to be zero by "
-    "construction, such as zeros.scatter(1, ids, weights)"
+    "it multiplies every row by the weights of every expert, and no GEMM before it does so in the same form. If a "
+    "router chooses some experts of each token, expected the weights of the others to be zero by construction, such as "
+    "zeros.scatter(1, ids, weights)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockMatch:
-    """A block in the graph: its record and the nodes behind it."""
+    """A block in the graph: its record and its nodes."""
 
     record: MoEBlock
     gemms: tuple[ExpertGemm, ...]
@@ -244,7 +244,7 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
             raise PlanError(
                 f"bank {read.bank_name} {state} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
-                f"its like{remedy}",
+                f"similar operators{remedy}",
                 name=read.bank_name,
             )
         reason = "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"

@@ -21,10 +21,7 @@ _KEEPS_MASK = (Trait.COPY, Trait.CAST)
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A mask of `ids` [tokens, k], which are different for each token; [experts, tokens] if it `is_by_expert`.
-
-    It may leave out some ids if it `is_partial`.
-    """
+    """A mask of k different `ids` of each token, or of some if `is_partial`; [experts, tokens] if `is_by_expert`."""
 
     ids: Node
     is_by_expert: bool

@@ -93,7 +93,7 @@ def token_return(node: Node) -> TokenReturn | None:
 
 
 def block_ends(graph: Graph) -> dict[Node, Node]:
-    """Return the return of rows for each node from the last GEMM of a block to this return, if they are adjacent."""
+    """Map each node from the last GEMM of a block to the return of its rows to this return, if all are adjacent."""
     ends: dict[Node, Node] = {}
     for gemm in graph.nodes:
         if stores_rows_in_any_order(gemm) and (chain := _path_to_return(gemm)):

@@ -21,10 +21,7 @@ def is_foreign(node: Node) -> bool:
 
 
 def opaque_reason(node: Node, weights: list[Node]) -> str | None:
-    """Return the refusal of the foreign operator `node` if it seems to compute experts, or None.
-
-    `weights` are its inputs that are expert weights [experts, ., .].
-    """
+    """Return why `node` is refused if it seems to compute experts, with `weights` [experts, ., .]; else None."""
     name = node.target._schema.name  # type: ignore[union-attr]
     experts = {int(fake_value(weight).shape[0]) for weight in weights}
     is_named = _EXPERT_NAME.search(name.split("::")[-1]) is not None

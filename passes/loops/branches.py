@@ -186,10 +186,7 @@ class Branches(RowRules):
         return Pieces(source, 0, sizes, table=self.pairs.ends, are_complete=True)
 
     def _row_dims(self, shape: Sequence[Any]) -> list[int]:
-        """Return the dimensions of an even piece that are rows.
-
-        These are all but the last; for later pieces, the first dimensions with as many rows as the first piece.
-        """
+        """Return the row dimensions of an even piece: all but the last, or as many as give the rows of a group."""
         if self.groups is None:
             return list(range(max(1, len(shape) - 1)))
         for number in range(len(shape), 0, -1):

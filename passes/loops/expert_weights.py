@@ -32,10 +32,7 @@ class FixedNodes:
         self._stack_of: dict[Node, tuple[Node, ...]] = {}
 
     def stack(self, parameters: Sequence[Node]) -> Node:
-        """Return the stack of `parameters`, one node for all loops that read them.
-
-        Raises NotThisForm if the parameters cannot be adjacent in memory.
-        """
+        """Return one stack for all loops. Raises NotThisForm if `parameters` cannot be adjacent in memory."""
         key = tuple(parameters)
         if key not in self._stacks:
             self._check(key)
@@ -86,10 +83,7 @@ class FixedNodes:
 
 
 def stacked_weights(nodes: Sequence[Node], fixed: FixedNodes, writer: GraphWriter) -> Node | None:
-    """Return the tensor [experts, ..] whose slices are `nodes`, in order, or None.
-
-    Raises NotThisForm if `nodes` are parameters that cannot be adjacent in memory.
-    """
+    """Return the tensor [experts, ..] with slices `nodes`, or None. Raises NotThisForm as `FixedNodes.stack`."""
     if all(node.op == "placeholder" for node in nodes):
         values = [fake_value(node) for node in nodes]
         first = values[0]

@@ -50,8 +50,8 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
         if any(row_dim.is_rows for row_dim in dimension) and len(dimension) != 1:
             raise NotThisForm(f"{named(join.node)} has operands with rows and features in one dimension")
     if not groups.is_even:
-        of_rows = [dim for dim in range(len(layout.dimensions)) if layout.has_rows_along(dim)]
-        if join.stacks or of_rows != [join.dim]:
+        row_axes = [dim for dim in range(len(layout.dimensions)) if layout.has_rows_along(dim)]
+        if join.stacks or row_axes != [join.dim]:
             raise NotThisForm(f"{named(join.node)} combines different numbers of rows; expected torch.cat of rows")
         return writer.viewed(rows.node, shape_in_place(layout, groups.total))
     shape = [groups.size_as_value(size_of(dimension)) for dimension in layout.dimensions]

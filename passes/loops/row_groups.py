@@ -26,10 +26,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @dataclasses.dataclass
 class RowGroups:
-    """The groups of rows in `pieces`: `sizes` are their numbers of rows, `total` is the sum, a number or a node.
-
-    Even groups have the same number of rows.
-    """
+    """The groups of rows in `pieces`: their `sizes` in rows, equal for even groups, and the sum, a number or a node."""
 
     pieces: Pieces
     sizes: tuple[sympy.Expr, ...]
@@ -53,7 +50,7 @@ class RowGroups:
         if all(size.is_Integer for size in pieces.sizes):
             raise NotThisForm(
                 f"{named(pieces.source)} is cut into pieces of constant sizes, {list(pieces.sizes)}, so this graph "
-                "serves one routing alone; let sizes be captured (torch._dynamo.config.capture_scalar_outputs = True)"
+                "is valid for one routing only; capture sizes (torch._dynamo.config.capture_scalar_outputs = True)"
             )
         return cls(pieces, pieces.sizes, _total(pieces, writer))
 
@@ -117,7 +114,7 @@ class RowGroups:
         if self.is_even:
             each = writer.emit(aten.full.default, [len(self.sizes)], self.each, dtype=torch.int64, device=self.device)
             sums = writer.emit(aten.cumsum.default, each, 0)
-            # A cumsum with a dtype does not work: for equal numbers, Inductor returns their own type.
+            # The cast is separate, because Inductor ignores the dtype of a cumsum of a filled tensor.
             return writer.emit(prims.convert_element_type.default, sums, torch.int32)
         if pieces.table is not None:
             return writer.emit(prims.convert_element_type.default, pieces.table, torch.int32)

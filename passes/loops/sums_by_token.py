@@ -170,15 +170,13 @@ def sum_rows_by_token(join: SumByToken, branches: Branches, writer: GraphWriter)
     tokens = branches.together(join.tokens)
     pairs, chosen = branches.pairs, branches.chosen
     if pairs is None or chosen is None or not isinstance(tokens, RowsOfAll) or tokens.node is not pairs.tokens:
-        raise NotThisForm(
-            f"{named(join.node)} adds up rows, but not those of the tokens that masks of all experts select"
-        )
+        raise NotThisForm(f"{named(join.node)} sums rows, but not by the tokens that masks of all experts select")
     first, ids = fake_value(join.first), fake_value(chosen[0].ids)
     if not isinstance(rows, RowsOfAll) or size_expression(first.shape[0]) != size_expression(ids.shape[0]):
-        raise NotThisForm(f"{named(join.node)} adds up no rows of all tokens")
+        raise NotThisForm(f"{named(join.node)} does not sum rows into one row for each token")
     row_value = fake_value(rows.node)
     if str(row_value.shape[1:]) != str(first.shape[1:]):
-        raise NotThisForm(f"{named(join.node)} adds rows to a tensor that has others")
+        raise NotThisForm(f"{named(join.node)} adds rows to a tensor with another row shape")
     is_cast = row_value.dtype != first.dtype
     if is_cast and not (row_value.dtype.is_floating_point and first.dtype.is_floating_point):
         raise NotThisForm(f"{named(join.node)} adds {row_value.dtype} to {first.dtype}")

@@ -108,7 +108,7 @@ def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) ->
         raise NotThisForm(f"{named(join.node)} {join.refusal}")
     rows = branches.together(join.branches)
     if not isinstance(rows, RowsOfAll) or not branches.gemms:
-        raise NotThisForm("its branches have no GEMMs with weights of their own")
+        raise NotThisForm("its branches have no GEMMs with their own weights")
     assert branches.groups is not None
     if isinstance(join, SumByToken):
         result = sum_rows_by_token(join, branches, writer)
@@ -119,7 +119,7 @@ def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) ->
     old, new = fake_value(join.node), fake_value(result)
     is_same = old.dtype == new.dtype and old.dim() == new.dim()
     if not is_same or not all(map(branches.groups.are_equal, old.shape, new.shape)):
-        raise NotThisForm(f"all experts together give {list(new.shape)} where they gave {list(old.shape)}")
+        raise NotThisForm(f"the results of all experts together are {list(new.shape)}; expected {list(old.shape)}")
     return result
 
 
@@ -132,8 +132,8 @@ def _has_own_gemms(join: Join | SumByToken) -> bool:
 def _are_of_experts(join: Join, branches: Branches, fixed: FixedNodes) -> bool:
     """Return whether the operands of `join` are results of experts.
 
-    Either weights of each expert were found, or each branch multiplies rows of its own by weights of its own, the same
-    number with the same shapes in each.
+    Either weights of each expert were found, or each branch multiplies its own rows by its own weights, which are
+    equal in number and shapes.
     """
     gemms = [_gemms_before(branch) for branch in join.branches]
     shared = set.intersection(*gemms)  # the router's

@@ -58,11 +58,7 @@ class ExpertMask:
 
 @dataclasses.dataclass(frozen=True)
 class SortedPairs:
-    """All pairs of a token and an expert, sorted by expert, int64 [tokens · k].
-
-    Each pair has its token, its choice, and its index in the order of tokens. The pairs of an expert end at the index
-    in `ends` [experts].
-    """
+    """Pairs [tokens · k] in the order of experts: tokens, choices, and indices before the sort; `ends` [experts]."""
 
     tokens: Node
     choices: Node
@@ -86,7 +82,7 @@ class SortedPairs:
 
 
 def selected_column(node: Node) -> tuple[ExpertMask, bool] | None:
-    """Return the mask of which `node` lists one column of indices, and whether these are tokens; else, choices."""
+    """Return the mask, and whether `node` lists the tokens that it selects; else it lists their choices."""
     if is_call(node, operator.getitem) and is_call(node.args[0], aten.unbind.int):
         unbind, column = node.args
         assert isinstance(unbind, Node)
@@ -206,7 +202,7 @@ def chosen_by_top_k(node: object) -> Chosen | None:
 
 
 def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:
-    """Return the masks of which `nodes` list indices, or None if one of them lists none of a mask."""
+    """Return the mask that selects what each of `nodes` lists, or None if one of them lists other values."""
     columns = [selected_column(node) for node in nodes]
     return None if None in columns else [mask for mask, _ in cast("list[tuple[ExpertMask, bool]]", columns)]
 

@@ -86,12 +86,7 @@ def operations_of(top: GraphModule, execution: SegmentExecution) -> tuple[list[O
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """A segment's computation for a chunk of `tokens` tokens.
-
-    Attributes:
-        program: the program that was read from the segment
-        top: the body of the program, cut into segments
-    """
+    """The program of a segment, its body cut into segments, and the symbol for the number of tokens of a chunk."""
 
     program: TokenProgram
     top: GraphModule
@@ -120,10 +115,7 @@ class _OperationWriter:
         self._bodies: dict[GraphModule, _Body | None] = {}
 
     def graph(self, top: GraphModule, memory: dict[Node, Storages], sizes: Sizes) -> Sequence[Storages]:
-        """Add the operations of a graph of segments, and return the storages of its outputs.
-
-        `memory` has the storages of the graph's inputs at first, and those of all nodes afterwards.
-        """
+        """Add a graph's operations, and the storages of its nodes to `memory`; return those of its outputs."""
         for node in top.graph.nodes:
             if node.op == "call_module":
                 segment = top.get_submodule(str(node.target))

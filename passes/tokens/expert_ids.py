@@ -28,7 +28,7 @@ def never_negative(node: Node) -> bool:
 
 
 def _read_by(node: Node) -> Sequence[Any]:
-    """Return numbers and nodes such that `node` is not negative if they are not, or `_UNKNOWN`."""
+    """Return numbers and nodes such that `node` is nonnegative if all of them are, or `_UNKNOWN`."""
     if node.op != "call_function":
         return _UNKNOWN  # a table of experts may have -1 for no expert
     value, base, arguments = fake_value(node), base_operation(node), all_arguments(node)
@@ -59,7 +59,7 @@ def _read_by(node: Node) -> Sequence[Any]:
         return [arguments["self"], arguments["other"]]
     least, most = arguments.get("min"), arguments.get("max")
     if base in ("clamp", "clamp_min") and isinstance(least, (int, float)) and least >= 0:
-        # Where the lower bound is above the upper one, the result is the upper one.
+        # If the lower bound is above the upper one, the result is the upper one.
         return [0 if most is None else most]
     if base in ("clamp", "clamp_max"):
         return [arguments["self"], 0 if most is None else most]

@@ -103,7 +103,7 @@ def _stretches(graph: Graph) -> Iterator[list[Node]]:
 
 
 def _copy_shared_values(graph: Graph) -> None:
-    """Copy the values of each write that have other readers: each chunk creates the pair numbers for itself."""
+    """Give each indexed write its own copy of its values, because each chunk creates its own pair numbers."""
     for node in list(graph.nodes):
         if not is_call(node, aten.index_put.default):
             continue

@@ -271,7 +271,7 @@ class RoutingRules(RowRules):
 
 
 def _holds_counts(node: Node) -> bool:
-    """Return whether the node's type has exact numbers of rows: rounding could differ between chunks."""
+    """Return whether numbers of rows are exact in the node's type; rounding could differ between chunks."""
     return fake_value(node).dtype in (torch.int32, torch.int64, torch.float32, torch.float64)
 
 

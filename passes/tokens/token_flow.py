@@ -335,10 +335,7 @@ class _TokenWalk(RoutingRules):
         self._aligned_uses.add((node, constant))
 
     def _layouts_of_all_tokens(self, node: Node) -> Layouts:
-        """Return the token dimensions in the result of a node that is not tokenwise, or None if unknown.
-
-        They say which elements belong to a token, not which other tokens these depend on.
-        """
+        """Return the token dimensions in the result of a node that is not tokenwise, or None if unknown."""
         value = fake_value(node)
         if operation(node) == "getitem":
             source, index = node.args
