@@ -93,7 +93,7 @@ def token_return(node: Node) -> TokenReturn | None:
 
 
 def block_ends(graph: Graph) -> dict[Node, Node]:
-    """Map each node from the last GEMM of a block to the return of its rows to this return, if all are adjacent."""
+    """Return the return of a block's rows by node, for adjacent nodes from its last GEMM to this return."""
     ends: dict[Node, Node] = {}
     for gemm in graph.nodes:
         if stores_rows_in_any_order(gemm) and (chain := _path_to_return(gemm)):
