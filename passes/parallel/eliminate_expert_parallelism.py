@@ -30,7 +30,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import ADOPTED
-from moepass.passes.blocks.computed_weights import is_computed, parameters_behind, recipe_of
+from moepass.passes.blocks.computed_weights import is_computed, recipe_of, weight_parameters
 from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
@@ -265,7 +265,7 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
 def _parameters(block: ParallelBlock) -> tuple[Node, ...]:
     """Return the parameters of a block's bank: those that it stores unchanged, then those of computed weights."""
     direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
-    read = [parameter for node in filter(is_computed, block.expert_tensors) for parameter in parameters_behind(node)]
+    read = [parameter for node in filter(is_computed, block.expert_tensors) for parameter in weight_parameters(node)]
     return tuple(dict.fromkeys((*direct, *read)))
 
 
