@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from hypothesis import settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 if TYPE_CHECKING:
     from moepass.runtime.captures.capture_store import CaptureStore
@@ -67,6 +68,7 @@ def _fresh_dynamo() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+    FakeTensorMode.cache_clear()  # it grows without a limit, and each collection of garbage would walk through it
 
 
 @pytest.fixture

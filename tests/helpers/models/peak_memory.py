@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -10,8 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 def peak_bytes(run: Callable[[], object]) -> int:
     """Return the peak of the bytes that `run` allocates on the CPU, including a result that torch allocates.
 
-    The allocations are recorded by torch's profiler, which sees those of Inductor's code too.
+    The allocations are recorded by torch's profiler, which sees those of Inductor's code too. Garbage is collected
+    before, because the memory of tensors that `run` does not allocate but frees would count as negative.
     """
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     del result

@@ -67,7 +67,7 @@ def remains(executor: Executor) -> list[str]:
     return remaining
 
 
-def stays_exact(form: str, config: StackConfig, tokens: list[list[int]], dynamic: bool | None) -> None:
+def stays_exact(form: str, config: StackConfig, tokens: list[list[int]], dynamic: bool | None = None) -> None:
     """Check that the compiled stack equals the stack on one process, for `tokens[step][rank]` tokens in each step."""
     rank = dist.get_rank()
     full = build_stack(config)

