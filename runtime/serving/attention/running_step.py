@@ -16,7 +16,7 @@ from moepass.runtime.serving.attention.survey import AttentionLayer
 from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, VisiblePast, trie_parts
 from moepass.runtime.serving.attention.varlen_attention import VarlenCall, varlen_calls
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
-from moepass.runtime.serving.cache.block_memory import BlockMemory
+from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
 
 # [Empirical] Own parts up to this length run in batches, because launching their kernels takes as long as running them.
 # From 48 tokens on, batches are slower than a call for each part.
@@ -87,7 +87,7 @@ class RunningStep:
             np.asarray([block.positions for block in step.stored], np.int64).reshape(-1, BLOCK_TOKENS)
         )
         self._prepared: dict[tuple[VisiblePast, int], PreparedParts] = {}
-        self._calls: dict[VisiblePast, tuple[VarlenCall, ...] | None] = {}
+        self._calls: dict[tuple[VisiblePast, int], tuple[VarlenCall, ...] | None] = {}
         for root in (node for node in step.nodes if node.parent < 0):
             assert step.depth[root.start] == (self.context_tokens[root.context] if root.context >= 0 else 0)
 
@@ -125,12 +125,12 @@ class RunningStep:
             self._prepared[key] = PreparedParts(tuple(own_batches), parts.earlier, first_seen)
         return self._prepared[key]
 
-    def calls(self, past: VisiblePast) -> tuple[VarlenCall, ...] | None:
-        """Return the calls of the varlen kernel for layers in which tokens see `past`; None if a part needs a mask."""
-        if past not in self._calls:
-            parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, parts_are_free=True)
-            self._calls[past] = varlen_calls(parts, self.context_tokens, self.step.count, self.device)
-        return self._calls[past]
+    def calls(self, layer: AttentionLayer) -> tuple[VarlenCall, ...] | None:
+        """Return the calls of the varlen kernel for `layer`; None if a part needs a mask."""
+        key = (layer.past, block_bytes((layer.shape,)) // BLOCK_TOKENS)
+        if key not in self._calls:
+            self._calls[key] = varlen_calls(self.step, *key, self.device)
+        return self._calls[key]
 
     def _batch(self, parts: list[OwnPart], filled: int, first_seen: torch.Tensor) -> OwnBatch:
         starts, ends = (np.asarray([getattr(own_part, name) for own_part in parts]) for name in ("start", "end"))

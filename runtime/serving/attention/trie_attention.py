@@ -55,7 +55,7 @@ def trie_attention(
         step.memory.write(attention_layer.cache_index, step.stored_blocks, step.stored_positions, *rows)
     if attention_layer.temperature is not None:
         query = query * attention_layer.temperature.correction(step.depth)[:, None].to(query.dtype)
-    calls = step.calls(attention_layer.past) if takes_varlen(query, value, softcap) else None
+    calls = step.calls(attention_layer) if takes_varlen(query, value, softcap) else None
     if calls is None:
         output, log_sum_exp = _over_parts(step, attention_layer, query, key, value, scaling, softcap)
     else:
