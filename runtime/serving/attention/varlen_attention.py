@@ -9,18 +9,18 @@ No two sequences of a call share a query, so the results of a call are merged at
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from moepass.runtime.serving.attention.partial_attention import Partial, merge_into
+from moepass.runtime.serving.attention.survey import AttentionLayer
 from moepass.runtime.serving.attention.trie_parts import EarlierPart, TrieParts, VisiblePast, trie_parts
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
 
@@ -62,6 +62,11 @@ def varlen_obstacle(dtype: torch.dtype, head_dim: int, softcap: float) -> str:
     return ""
 
 
+def layer_obstacle(layer: AttentionLayer) -> str:
+    """Return why the varlen kernel cannot compute `layer`; empty if it can."""
+    return varlen_obstacle(layer.shape.dtype, max(layer.shape.key_dim, layer.shape.value_dim), layer.softcap)
+
+
 @functools.cache  # every layer asks
 def _obstacle_of(kernel: Callable[..., Any] | None) -> str:
     if kernel is None:
@@ -75,8 +80,7 @@ def _obstacle_of(kernel: Callable[..., Any] | None) -> str:
     return f"torch {torch.__version__} {lack}; torch 2.13 has it"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class VarlenCall:
+class VarlenCall(NamedTuple):
     """Sequences of queries over as many sequences of keys; the first ends at `query_ends[1]` and `key_ends[1]`.
 
     Attributes:
@@ -96,10 +100,8 @@ class VarlenCall:
     window: Window
 
 
-def varlen_calls(
-    step: StepBatch, past: VisiblePast, token_bytes: int, device: torch.device
-) -> tuple[VarlenCall, ...] | None:
-    """Return the calls for layers in which tokens see `past`; None if a part needs a mask.
+def varlen_calls(step: StepBatch, past: VisiblePast, token_bytes: int) -> tuple[VarlenCall, ...] | None:
+    """Return the calls, on the CPU, for layers in which tokens see `past`; None if a part needs a mask.
 
     `token_bytes` are the bytes of the keys and values of a token. Only a window inside chunks needs masks.
     """
@@ -108,16 +110,16 @@ def varlen_calls(
     context_tokens = [len(chain) * BLOCK_TOKENS for chain in step.contexts]
     context_rows = step.count + np.concatenate(([0], np.cumsum(context_tokens, dtype=np.int64)))
     if past.window and not past.chunk:
-        return tuple(_windowed_calls(step, past.window, context_rows, max(1, GATHERED_BYTES // token_bytes), device))
+        return tuple(_windowed_calls(step, past.window, context_rows, max(1, GATHERED_BYTES // token_bytes)))
     parts = trie_parts(step.nodes, step.depth, context_tokens, past, parts_are_free=True)
     if not all(own_part.is_causal for own_part in parts.own) or not all(part.sees_all for part in parts.earlier):
         return None
-    return tuple(_level_calls(parts, step.count, context_rows, device))
+    return tuple(_level_calls(parts, step.count, context_rows))
 
 
-def _level_calls(parts: TrieParts, tokens: int, context_rows: Indices, device: torch.device) -> list[VarlenCall]:
+def _level_calls(parts: TrieParts, tokens: int, context_rows: Indices) -> list[VarlenCall]:
     own = np.diff([0, *sorted(own_part.end for own_part in parts.own)])
-    calls = [_call(slice(0, tokens), own, None, own, _CAUSAL, device)]
+    calls = [_call(slice(0, tokens), own, None, own, _CAUSAL)]
     levels: list[list[EarlierPart]] = []
     merged = np.zeros(tokens, np.int64)  # for each token, the number of levels with one of its parts
     for earlier in parts.earlier:
@@ -133,15 +135,11 @@ def _level_calls(parts: TrieParts, tokens: int, context_rows: Indices, device: t
             + (context_rows[earlier.context] if earlier.context >= 0 else 0)
             for earlier in level_parts
         ]
-        calls.append(
-            _call(np.concatenate(queries), _lengths(queries), np.concatenate(keys), _lengths(keys), _ALL_KEYS, device)
-        )
+        calls.append(_call(np.concatenate(queries), _lengths(queries), np.concatenate(keys), _lengths(keys), _ALL_KEYS))
     return calls
 
 
-def _windowed_calls(
-    step: StepBatch, window: int, context_rows: Indices, most_keys: int, device: torch.device
-) -> list[VarlenCall]:
+def _windowed_calls(step: StepBatch, window: int, context_rows: Indices, most_keys: int) -> list[VarlenCall]:
     """Return calls with a sequence for each node: its tokens over its last `window` - 1 ancestors and itself.
 
     A call gathers at most `most_keys` keys, or has a single node.
@@ -159,19 +157,17 @@ def _windowed_calls(
             path[first:depth] = context_rows[node.context] + np.arange(first, depth)
         path[depth:end] = np.arange(node.start, node.end)
         if gathered and gathered + end - first > most_keys:
-            calls.append(_windowed_call(start, lengths, keys, window, device))
+            calls.append(_windowed_call(start, lengths, keys, window))
             start, gathered, lengths, keys = node.start, 0, [], []
         lengths.append(node.end - node.start)
         keys.append(path[first:end].copy())
         gathered += end - first
-    return [*calls, _windowed_call(start, lengths, keys, window, device)]
+    return [*calls, _windowed_call(start, lengths, keys, window)]
 
 
-def _windowed_call(
-    start: int, lengths: list[int], keys: list[Indices], window: int, device: torch.device
-) -> VarlenCall:
+def _windowed_call(start: int, lengths: list[int], keys: list[Indices], window: int) -> VarlenCall:
     queries = slice(start, start + sum(lengths))
-    return _call(queries, np.array(lengths), np.concatenate(keys), _lengths(keys), (window - 1, 0), device)
+    return _call(queries, np.array(lengths), np.concatenate(keys), _lengths(keys), (window - 1, 0))
 
 
 def _lengths(sequences: list[Indices]) -> Indices:
@@ -184,14 +180,13 @@ def _call(
     keys: Indices | None,
     key_lengths: Indices,
     window: Window,
-    device: torch.device,
 ) -> VarlenCall:
     def ends(lengths: Indices) -> torch.Tensor:
-        return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)
+        return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
 
     return VarlenCall(
-        queries if isinstance(queries, slice) else torch.from_numpy(queries).to(device),
-        None if keys is None else torch.from_numpy(keys).to(device),
+        queries if isinstance(queries, slice) else torch.from_numpy(queries),
+        None if keys is None else torch.from_numpy(keys),
         ends(query_lengths),
         ends(key_lengths),
         int(query_lengths.max()),

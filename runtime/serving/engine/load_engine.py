@@ -35,7 +35,7 @@ from moepass.runtime.offload.loading import load_pretrained, offload_report
 from moepass.runtime.offload.offload import NoExpertsError
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
-from moepass.runtime.serving.attention.varlen_attention import varlen_obstacle
+from moepass.runtime.serving.attention.varlen_attention import layer_obstacle
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
@@ -318,10 +318,7 @@ def _model_sizes(model: PreTrainedModel, *, narrows: bool) -> tuple[FlopsTable, 
 
 def _varlen_obstacles(survey: AttentionSurvey) -> str:
     """Return how many layers of a model cannot use the varlen kernel, and why; empty if all can."""
-    obstacles = [
-        varlen_obstacle(layer.shape.dtype, max(layer.shape.key_dim, layer.shape.value_dim), layer.softcap)
-        for layer in survey.layers.values()
-    ]
+    obstacles = list(map(layer_obstacle, survey.layers.values()))
     reasons = sorted({*obstacles} - {""})
     count = len(obstacles) - obstacles.count("")
     return f"{count} of {len(obstacles)} layers: {'; '.join(reasons)}" if reasons else ""

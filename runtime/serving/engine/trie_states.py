@@ -26,6 +26,7 @@ from moepass.runtime.serving.engine.plain_outputs import (
     check_single_reads,
     sequence_step,
 )
+from moepass.runtime.system.joint_copies import as_graph_inputs
 
 logger = logging.getLogger("moepass")
 
@@ -74,14 +75,15 @@ class TrieStates:
         # torch.compile treats sizes 0 and 1 as constants and would recompile, so every size is at least 2.
         padded = _with_two_tokens(batch)
         places = np.resize(batch.output_positions, max(2, len(batch.output_positions)))
-        ids, positions, read = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-            for array in (padded.tokens[None], padded.depth[None], places)
+        inputs = tuple(
+            torch.from_numpy(np.ascontiguousarray(array)) for array in (padded.tokens[None], padded.depth[None], places)
         )
+        running = RunningStep(padded, self.layers, self.memory, self.device, inputs)
+        ids, positions, read = as_graph_inputs(running.inputs)
         for tensor in (ids, positions):
             torch._dynamo.mark_dynamic(tensor, 1)
         torch._dynamo.mark_dynamic(read, 0)
-        with running_step(RunningStep(padded, self.layers, self.memory, self.device)):
+        with running_step(running):
             return self.forward(ids, positions, read)[: len(batch.output_positions)]
 
 

@@ -18,7 +18,7 @@ from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape
 from moepass.stored_compile import StoredModule
-from tests.helpers.graphs.fake_gpu import captured_graph, pretended_gpu, put_on_gpu
+from tests.helpers.graphs.fake_gpu import captured_graph, device_copies, pretended_gpu, put_on_gpu
 from tests.helpers.graphs.stored_models import EAGER, graphs_compiled_by
 from tests.helpers.models.tiny import tiny_model
 from tests.helpers.serving.naive_trie import naive_step
@@ -146,7 +146,10 @@ def test_parts_of_attention_trace_for_gpus(softcap: float, is_masked: bool) -> N
 @pytest.mark.parametrize("past", [VisiblePast(), VisiblePast(window=5), VisiblePast(chunk=12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dtype) -> None:
-    """Fake tensors raise when a value is read, so any wait of the host would raise. bf16 uses the varlen kernel."""
+    """Fake tensors raise when a value is read, so any wait of the host would raise. bf16 uses the varlen kernel.
+
+    One copy uploads a step, before attention begins.
+    """
     sequences, blocks = [(*PREFIX, 7, *range(60)), (*PREFIX, 8, 9), (*PREFIX, 8, 10), (40, 41)], {PREFIX: 1}
     shape = KeyValueShape(2, 16, 16, dtype)
     layers = {0: AttentionLayer(0, 4, shape, past, Temperature(0.1, 8.0))}
@@ -155,6 +158,10 @@ def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dty
         with pretended_gpu():
             memory = BlockMemory([shape], 2, "cuda")
             query, key = (torch.zeros(1, heads, step.count, 16, dtype=dtype, device="cuda") for heads in (4, 2))
-            with running_step(RunningStep(step, layers, memory, "cuda")):
-                output = trie_attention(query, key, key, torch.zeros(4, device="cuda"), 0, 0.25, 0.0)
+            with device_copies() as copies:
+                running = RunningStep(step, layers, memory, "cuda")
+                assert copies.uploads == [True]
+                with running_step(running):
+                    output = trie_attention(query, key, key, torch.zeros(4, device="cuda"), 0, 0.25, 0.0)
+        assert len(copies.uploads + copies.downloads) == 1
         assert (output.device.type, output.dtype, tuple(output.shape)) == ("cuda", dtype, (1, step.count, 4, 16))
