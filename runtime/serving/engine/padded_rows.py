@@ -43,6 +43,10 @@ class PaddedRows:
         self._uncompiled = self.forward = forward
         self.device, self.most_tokens = device, most_tokens
 
+    def run(self, batch: StepBatch, indices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the states, and `indices` on their device."""
+        return self.states(batch), upload(indices, self.device)
+
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`. Raises ValueError if cached blocks are used."""
