@@ -85,7 +85,9 @@ class VarlenCall(NamedTuple):
 
     Attributes:
         queries: a slice of the stream, for the first call of its rows; otherwise rows whose results are merged.
-        keys: rows of the stream, followed by the chains of cached blocks; None if the keys are those of the queries.
+        keys: rows of the stream; None if the keys are those of the queries, or all of them are cached.
+        slots: cache slots of the cached keys; None without any.
+        slot_rows: the places of these keys among `keys`, which has arbitrary rows there; None if all keys are cached.
         query_ends: [sequences + 1] cumulative lengths, from 0.
         key_ends: [sequences + 1] cumulative lengths, from 0.
         window: the keys that each query sees, where the last query and the last key of a sequence are the same token.
@@ -93,6 +95,8 @@ class VarlenCall(NamedTuple):
 
     queries: torch.Tensor | slice
     keys: torch.Tensor | None
+    slots: torch.Tensor | None
+    slot_rows: torch.Tensor | None
     query_ends: torch.Tensor
     key_ends: torch.Tensor
     most_queries: int
@@ -108,43 +112,52 @@ def varlen_calls(step: StepBatch, past: VisiblePast, token_bytes: int) -> tuple[
     if not past.first_seen(step.depth).any():
         past = VisiblePast()  # no token is deep enough for the limits
     context_tokens = [len(chain) * BLOCK_TOKENS for chain in step.contexts]
-    context_rows = step.count + np.concatenate(([0], np.cumsum(context_tokens, dtype=np.int64)))
+    context_slots = [
+        (np.array(chain, np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).ravel() for chain in step.contexts
+    ]
     if past.window and not past.chunk:
-        return tuple(_windowed_calls(step, past.window, context_rows, max(1, GATHERED_BYTES // token_bytes)))
+        return tuple(_windowed_calls(step, past.window, context_slots, max(1, GATHERED_BYTES // token_bytes)))
     parts = trie_parts(step.nodes, step.depth, context_tokens, past, parts_are_free=True)
     if not all(own_part.is_causal for own_part in parts.own) or not all(part.sees_all for part in parts.earlier):
         return None
-    return tuple(_level_calls(parts, step.count, context_rows))
+    return tuple(_level_calls(parts, step.count, context_slots))
 
 
-def _level_calls(parts: TrieParts, tokens: int, context_rows: Indices) -> list[VarlenCall]:
+def _level_calls(parts: TrieParts, tokens: int, context_slots: list[Indices]) -> list[VarlenCall]:
     own = np.diff([0, *sorted(own_part.end for own_part in parts.own)])
     calls = [_call(slice(0, tokens), own, None, own, _CAUSAL)]
     levels: list[list[EarlierPart]] = []
     merged = np.zeros(tokens, np.int64)  # for each token, the number of levels with one of its parts
-    for earlier in parts.earlier:
+    for earlier in (earlier for earlier in parts.earlier if earlier.context < 0):
         level = int(merged[earlier.start : earlier.end].max())
         merged[earlier.start : earlier.end] = level + 1
         if level == len(levels):
             levels.append([])
         levels[level].append(earlier)
     for level_parts in levels:
-        queries = [np.arange(earlier.start, earlier.end) for earlier in level_parts]
-        keys = [
-            np.arange(earlier.key_start, earlier.key_end)
-            + (context_rows[earlier.context] if earlier.context >= 0 else 0)
-            for earlier in level_parts
-        ]
-        calls.append(_call(np.concatenate(queries), _lengths(queries), np.concatenate(keys), _lengths(keys), _ALL_KEYS))
+        keys = [np.arange(earlier.key_start, earlier.key_end) for earlier in level_parts]
+        calls.append(_earlier_call(level_parts, _lengths(keys), keys=np.concatenate(keys)))
+    # A token follows at most one chain of cached blocks.
+    if cached := [earlier for earlier in parts.earlier if earlier.context >= 0]:
+        slots = [context_slots[earlier.context][earlier.key_start : earlier.key_end] for earlier in cached]
+        calls.append(_earlier_call(cached, _lengths(slots), slots=np.concatenate(slots)))
     return calls
 
 
-def _windowed_calls(step: StepBatch, window: int, context_rows: Indices, most_keys: int) -> list[VarlenCall]:
+def _earlier_call(
+    parts: list[EarlierPart], key_lengths: Indices, keys: Indices | None = None, slots: Indices | None = None
+) -> VarlenCall:
+    queries = [np.arange(earlier.start, earlier.end) for earlier in parts]
+    return _call(np.concatenate(queries), _lengths(queries), keys, key_lengths, _ALL_KEYS, slots)
+
+
+def _windowed_calls(step: StepBatch, window: int, context_slots: list[Indices], most_keys: int) -> list[VarlenCall]:
     """Return calls with a sequence for each node: its tokens over its last `window` - 1 ancestors and itself.
 
     A call gathers at most `most_keys` keys, or has a single node.
     """
-    # Nodes are in depth-first order, so below the depth of a node these are the rows of its ancestors.
+    # Nodes are in depth-first order, so below the depth of a node these are the rows of its ancestors, and below the
+    # depth of its root cache slots, as ~slot.
     path = np.empty(int(step.depth.max()) + 1, np.int64)
     calls: list[VarlenCall] = []
     lengths: list[int] = []
@@ -154,7 +167,7 @@ def _windowed_calls(step: StepBatch, window: int, context_rows: Indices, most_ke
         depth = int(step.depth[node.start])
         first, end = max(0, depth - window + 1), depth + node.end - node.start
         if node.parent < 0 and node.context >= 0:
-            path[first:depth] = context_rows[node.context] + np.arange(first, depth)
+            path[first:depth] = ~context_slots[node.context][first:depth]
         path[depth:end] = np.arange(node.start, node.end)
         if gathered and gathered + end - first > most_keys:
             calls.append(_windowed_call(start, lengths, keys, window))
@@ -166,8 +179,10 @@ def _windowed_calls(step: StepBatch, window: int, context_rows: Indices, most_ke
 
 
 def _windowed_call(start: int, lengths: list[int], keys: list[Indices], window: int) -> VarlenCall:
-    queries = slice(start, start + sum(lengths))
-    return _call(queries, np.array(lengths), np.concatenate(keys), _lengths(keys), (window - 1, 0))
+    queries, rows = slice(start, start + sum(lengths)), np.concatenate(keys)
+    slot_rows = np.flatnonzero(rows < 0)
+    call = functools.partial(_call, queries, np.array(lengths), np.maximum(rows, 0), _lengths(keys), (window - 1, 0))
+    return call(~rows[slot_rows], slot_rows) if len(slot_rows) else call()
 
 
 def _lengths(sequences: list[Indices]) -> Indices:
@@ -180,13 +195,20 @@ def _call(
     keys: Indices | None,
     key_lengths: Indices,
     window: Window,
+    slots: Indices | None = None,
+    slot_rows: Indices | None = None,
 ) -> VarlenCall:
     def ends(lengths: Indices) -> torch.Tensor:
         return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
 
+    def tensor(indices: Indices | None) -> torch.Tensor | None:
+        return None if indices is None else torch.from_numpy(indices)
+
     return VarlenCall(
         queries if isinstance(queries, slice) else torch.from_numpy(queries),
-        None if keys is None else torch.from_numpy(keys),
+        tensor(keys),
+        tensor(slots),
+        tensor(slot_rows),
         ends(query_lengths),
         ends(key_lengths),
         int(query_lengths.max()),
@@ -205,31 +227,35 @@ def varlen_over_calls(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cached: Partial | None,
+    read_cached: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
     scaling: float,
 ) -> Partial:
     """Return attention [1, heads, n, value_dim] and its log-sum-exp [1, heads, n], both in fp32.
 
-    `query` is [1, heads, n, key_dim], `key` [1, kv_heads, n, key_dim] and `value` [1, kv_heads, n, value_dim]. `cached`
-    are the concatenated keys and values [tokens, kv_heads, dim] of all chains of cached blocks, if there are any.
+    `query` is [1, heads, n, key_dim], `key` [1, kv_heads, n, key_dim] and `value` [1, kv_heads, n, value_dim].
+    `read_cached` returns the keys and values [m, kv_heads, dim] of m cache slots; None without a cache.
     """
     value_dim, head_dim = value.shape[-1], _head_dim(query, value)
     queries, keys, values = (_padded(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
     output = torch.empty_like(queries, dtype=torch.float32)
     log_sum_exp = output.new_empty(output.shape[:2])
-    if cached is not None:
-        all_keys, all_values = (
-            torch.cat((stream_rows, _padded(tensor, head_dim)))
-            for stream_rows, tensor in zip((keys, values), cached, strict=True)
-        )
-    else:
-        all_keys, all_values = keys, values
+
+    def keys_and_values(call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        if call.slots is None:
+            rows = call.queries if call.keys is None else call.keys
+            return keys[rows], values[rows]
+        assert read_cached is not None
+        cached_keys, cached_values = (_padded(tensor, head_dim) for tensor in read_cached(call.slots))
+        if call.keys is None:
+            return cached_keys, cached_values
+        call_keys, call_values = keys[call.keys], values[call.keys]
+        call_keys[call.slot_rows], call_values[call.slot_rows] = cached_keys, cached_values
+        return call_keys, call_values
+
     for call in calls:
         rows = call.queries
-        if call.keys is None:
-            partial = _varlen(queries[rows], keys[rows], values[rows], call, scaling)
-        else:
-            partial = _varlen(queries[rows], all_keys[call.keys], all_values[call.keys], call, scaling)
+        call_keys, call_values = keys_and_values(call)
+        partial = _varlen(queries[rows], call_keys, call_values, call, scaling)
         if isinstance(rows, slice):
             output[rows], log_sum_exp[rows] = partial
         else:

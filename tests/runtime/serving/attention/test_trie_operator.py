@@ -203,7 +203,8 @@ def test_layers_of_gpt_oss_take_few_launches() -> None:
         nodes.append(TrieNode(start, start + 100, 0, start + 136))
         nodes += [TrieNode(label, label + 12, question, label + 12) for label in range(start + 100, start + 136, 12)]
     step = uncached_step(tuple(nodes), np.zeros(8000, np.int64))
-    kernel, launches = varlen_attention.varlen_attn, []
+    kernel = varlen_attention.varlen_attn
+    launches: list[Any] = []
 
     @functools.wraps(kernel)
     def counted(*arguments: Any, **named: Any) -> Any:
