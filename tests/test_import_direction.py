@@ -94,7 +94,7 @@ ROOMS = {
         "serving/requests": (),
         "serving/batching": ("serving/requests",),
         "serving/cache": _BATCHING,
-        "serving/attention": ("serving/cache", "serving/batching"),
+        "serving/attention": ("serving/cache", "serving/batching", "system"),
         "serving/engine": (
             *("serving/attention", "serving/cache", *_BATCHING),
             *("offload", "homes/options", "banks", "system"),

@@ -74,8 +74,14 @@ class Copier:
         self._pending: list[SlotCopy] = []
         # Copies and decodes that no run will wait for, and that may not have ended.
         self._abandoned: list[SlotCopy] = []
+        # The moment at which the last run began.
+        self._began: object = None
         # The moments at which the computation began to wait, and at which it went on.
         self._waits: deque[tuple[Moment, Moment]] = deque()
+
+    def begin_run(self) -> None:
+        """Delay all copies from now on until the computation issued so far is done: it may have written the sources."""
+        self._began = self.event()
 
     def submit(self, fetch: Fetch, target: torch.Tensor, after: object, follows: SlotCopy | None = None) -> SlotCopy:
         """Start to copy `fetch` into `target`, flat uint8, once the moment `after` of `event` has passed.
@@ -84,7 +90,7 @@ class Copier:
         or abandoned work into this slot.
         """
         action = self._transport.action(fetch.bank, fetch.sources)
-        copy = SlotCopy(fetch.sources, target, fetch.bank.name, action, self._lane, after, follows)
+        copy = SlotCopy(fetch.sources, target, fetch.bank.name, action, self._lane, after, follows, self._began)
         return self._start(copy, self._thread)
 
     def decode(

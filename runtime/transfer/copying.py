@@ -94,6 +94,7 @@ class SlotCopy:
         after: The moment at which the slot is free. None if it is free already.
         follows: The work, on any lane, that must end before this begins: the copy whose bytes are decoded, the last
             decode from the encoded buffer, or abandoned work into the slot. None once this has ended.
+        began: The moment at which its run began; sources may be written until then. None outside of runs.
         abandoned: Set once no run needs the bytes; `finished` follows soon.
         finished: Set once the thread has done its part. On a stream the bytes may arrive later: see `filled`.
         performed: The moments at which the copy began and ended, on its lane. None until then.
@@ -108,9 +109,10 @@ class SlotCopy:
         lane: Lane = HOST_LANE,
         after: object = None,
         follows: SlotCopy | None = None,
+        began: object = None,
     ) -> None:
         self.sources, self.slot, self.label = tuple(sources), slot, label
-        self.action, self.lane, self.after, self.follows = action, lane, after, follows
+        self.action, self.lane, self.after, self.follows, self.began = action, lane, after, follows, began
         self.abandoned = threading.Event()
         self.finished = threading.Event()
         self.performed: tuple[Moment, Moment] | None = None
@@ -162,6 +164,7 @@ class SlotCopy:
     def _awaited(self) -> Iterator[object]:
         """Yield the moments at which the slot and its source are ready for this copy, which is performed now."""
         yield self.after
+        yield self.began
         if self.follows is not None:
             yield self.follows.filled
 

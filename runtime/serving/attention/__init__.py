@@ -2,5 +2,5 @@
 
 Start with `README.md`, then `trie_attention.py` for the operator and `trie_parts.py` for the split into kernel calls.
 
-May import serving/cache, serving/batching.
+May import serving/cache, serving/batching, system.
 """

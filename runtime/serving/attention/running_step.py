@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from moepass.models.errors import MoepassError
+from moepass.models.formulas.attention import score_flops
 from moepass.runtime.serving.attention.partial_attention import additive_mask
 from moepass.runtime.serving.attention.survey import AttentionLayer
 from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, VisiblePast, trie_parts
-from moepass.runtime.serving.attention.varlen_attention import VarlenCall, varlen_calls
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
-from moepass.runtime.serving.cache.block_memory import BlockMemory
+from moepass.runtime.serving.attention.varlen_attention import VarlenCall, layer_obstacle, varlen_calls
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
+from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
+from moepass.runtime.system.joint_copies import upload
 
 # [Empirical] Own parts up to this length run in batches, because launching their kernels takes as long as running them.
 # From 48 tokens on, batches are slower than a call for each part.
@@ -24,14 +26,19 @@ BATCHED_TOKENS = 32
 # [Empirical] Lengths to which the parts of a batch are padded. Coarser steps are not faster and compute more.
 _FILLED = range(4, BATCHED_TOKENS + 1, 4)
 
+# Layers share calls if the past and the bytes of a token are equal, and parts if the past and the FLOPs of a pair are.
+_CallsKey = tuple[VisiblePast, int]
+_PartsKey = tuple[VisiblePast, int]
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class OwnBatch:
+
+class OwnBatch(NamedTuple):
     """Own parts that are computed by one call.
 
     Attributes:
         rows: a slice of the stream, or indices [b, n] into it, padded with arbitrary rows.
+        is_causal: whether each part is one sequence.
         mask: additive mask [b or 1, n, n]; None for causal attention.
+        is_token: [b, n] whether a row is no padding; None for causal attention and slices.
         result_indices: indices of the results that belong to tokens, among the b · n results; None for all.
         positions: positions in the stream of these results.
         keys: a slice that begins before `rows`; None if keys and queries are the same tokens. With it, the mask is
@@ -39,14 +46,15 @@ class OwnBatch:
     """
 
     rows: slice | torch.Tensor
-    mask: torch.Tensor | None
+    is_causal: bool
+    mask: torch.Tensor | None = None
+    is_token: torch.Tensor | None = None
     result_indices: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     keys: slice | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class PreparedParts:
+class PreparedParts(NamedTuple):
     """The parts of all layers in which tokens see the same past, with their masks and indices."""
 
     own: tuple[OwnBatch, ...]
@@ -57,6 +65,8 @@ class PreparedParts:
 class RunningStep:
     """A step on a device, with the model's attention `layers` by their index. `memory` is None without a cache.
 
+    One copy uploads everything that the layers need, together with the tensors `inputs`.
+
     Raises MoepassError if the step uses blocks that `memory` does not have, or stores a block that it reads.
     """
 
@@ -66,6 +76,7 @@ class RunningStep:
         layers: Mapping[int, AttentionLayer],
         memory: BlockMemory | None = None,
         device: torch.device | str = "cpu",
+        inputs: tuple[torch.Tensor, ...] = (),
     ) -> None:
         read = {block for chain in step.contexts for block in chain}
         written = [block.block for block in step.stored]
@@ -78,18 +89,38 @@ class RunningStep:
             )
             raise MoepassError(text, name="stored", value=sorted(written))
         self.step, self.layers, self.memory, self.device = step, layers, memory, torch.device(device)
-        self.depth = self._on_device(step.depth)
-        self.subtree_end = self._on_device(step.subtree_end)
-        self.contexts = [self._on_device(np.asarray(chain, np.int64)) for chain in step.contexts]
         self.context_tokens = [len(chain) * BLOCK_TOKENS for chain in step.contexts]
-        self.stored_blocks = self._on_device(np.asarray([block.block for block in step.stored], np.int64))
-        self.stored_positions = self._on_device(
-            np.asarray([block.positions for block in step.stored], np.int64).reshape(-1, BLOCK_TOKENS)
-        )
-        self._prepared: dict[tuple[VisiblePast, int], PreparedParts] = {}
-        self._calls: dict[VisiblePast, tuple[VarlenCall, ...] | None] = {}
         for root in (node for node in step.nodes if node.parent < 0):
             assert step.depth[root.start] == (self.context_tokens[root.context] if root.context >= 0 else 0)
+        in_stream = (_tensor(step.depth), _tensor(step.subtree_end))
+        contexts = [_tensor(np.asarray(chain, np.int64)) for chain in step.contexts]
+        stored = (
+            _tensor(np.asarray([block.block for block in step.stored], np.int64)),
+            _tensor(np.asarray([block.positions for block in step.stored], np.int64).reshape(-1, BLOCK_TOKENS)),
+        )
+        calls, parts = self._parts_of_layers()
+        uploaded = upload((inputs, in_stream, contexts, stored, calls, parts), self.device)
+        self.inputs, (self.depth, self.subtree_end), self.contexts, stored, self._calls, parts = uploaded
+        self.stored_blocks, self.stored_positions = stored
+        self._prepared = {key: self._with_masks(prepared) for key, prepared in parts.items()}
+
+    def _parts_of_layers(self) -> tuple[dict[_CallsKey, tuple[VarlenCall, ...] | None], dict[_PartsKey, PreparedParts]]:
+        """Return the calls and the parts, on the CPU, that the layers will ask for; none if the step runs on a CPU."""
+        calls: dict[_CallsKey, tuple[VarlenCall, ...] | None] = {}
+        parts: dict[_PartsKey, PreparedParts] = {}
+        if self.device.type == "cpu":
+            return calls, parts
+        for layer in self.layers.values():
+            calls_key = _calls_key(layer)
+            takes_calls = self.device.type == "cuda" and not layer_obstacle(layer)
+            if takes_calls and calls_key not in calls:
+                calls[calls_key] = varlen_calls(self.step, *calls_key)
+            if takes_calls and calls[calls_key] is not None:
+                continue
+            key = (layer.past, score_flops(1, layer.heads, layer.shape.key_dim, layer.shape.value_dim))
+            if key not in parts:
+                parts[key] = self._host_parts(*key)
+        return calls, parts
 
     def layer(self, number: int) -> AttentionLayer:
         """Return the attention layer with the index `number`. Raises MoepassError if the model has no such layer."""
@@ -101,47 +132,52 @@ class RunningStep:
         return self.layers[number]
 
     def prepared(self, past: VisiblePast, pair_flops: int) -> PreparedParts:
-        """Return the parts for layers in which tokens see `past`. They are computed on the first call."""
+        """Return the parts for layers in which tokens see `past`. On a CPU they are computed on the first call."""
         key = (past, pair_flops)
         if key not in self._prepared:
-            parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, pair_flops)
-            first_seen = self._on_device(past.first_seen(self.step.depth))
-            batches: dict[tuple[int, bool], list[OwnPart]] = {}
-            for number, own_part in enumerate(parts.own):
-                tokens = own_part.end - own_part.start
-                # Long parts are not batched: the negative number is a key that no other part has.
-                size = -number if own_part.before else next((length for length in _FILLED if length >= tokens), -number)
-                batches.setdefault((size, own_part.is_causal), []).append(own_part)
-            own_batches: list[OwnBatch] = []
-            for (size, is_causal), same_size in batches.items():
-                first, rows = same_size[0], slice(same_size[0].start, same_size[0].end)
-                if len(same_size) > 1:
-                    own_batches.append(self._batch(same_size, size, first_seen))
-                elif first.before:
-                    own_batches.append(OwnBatch(rows, None, keys=slice(first.start - first.before, first.end)))
-                else:
-                    mask = None if is_causal else self.mask_between(rows, rows, first_seen)
-                    own_batches.append(OwnBatch(rows, mask))
-            self._prepared[key] = PreparedParts(tuple(own_batches), parts.earlier, first_seen)
+            self._prepared[key] = self._with_masks(upload(self._host_parts(*key), self.device))
         return self._prepared[key]
 
-    def calls(self, past: VisiblePast) -> tuple[VarlenCall, ...] | None:
-        """Return the calls of the varlen kernel for layers in which tokens see `past`; None if a part needs a mask."""
-        if past not in self._calls:
-            parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, parts_are_free=True)
-            self._calls[past] = varlen_calls(parts, self.context_tokens, self.step.count, self.device)
-        return self._calls[past]
+    def _host_parts(self, past: VisiblePast, pair_flops: int) -> PreparedParts:
+        """Return parts without masks, on the CPU."""
+        parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, pair_flops)
+        batches: dict[tuple[int, bool], list[OwnPart]] = {}
+        for number, own_part in enumerate(parts.own):
+            tokens = own_part.end - own_part.start
+            # Long parts are not batched: the negative number is a key that no other part has.
+            size = -number if own_part.before else next((length for length in _FILLED if length >= tokens), -number)
+            batches.setdefault((size, own_part.is_causal), []).append(own_part)
+        own_batches: list[OwnBatch] = []
+        for (size, is_causal), same_size in batches.items():
+            first, rows = same_size[0], slice(same_size[0].start, same_size[0].end)
+            if len(same_size) > 1:
+                own_batches.append(_batch(same_size, size))
+            elif first.before:
+                own_batches.append(OwnBatch(rows, is_causal, keys=slice(first.start - first.before, first.end)))
+            else:
+                own_batches.append(OwnBatch(rows, is_causal))
+        return PreparedParts(tuple(own_batches), parts.earlier, _tensor(past.first_seen(self.step.depth)))
 
-    def _batch(self, parts: list[OwnPart], filled: int, first_seen: torch.Tensor) -> OwnBatch:
-        starts, ends = (np.asarray([getattr(own_part, name) for own_part in parts]) for name in ("start", "end"))
-        positions = starts[:, None] + np.arange(filled)
-        is_own = positions < ends[:, None]
-        result_indices = np.flatnonzero(is_own)
-        rows, is_token = self._on_device(np.where(is_own, positions, 0)), torch.from_numpy(is_own).to(self.device)
-        mask = None
-        if not parts[0].is_causal:
-            mask = additive_mask(self._visible(rows, rows, first_seen) & is_token[:, None] & is_token[:, :, None])
-        return OwnBatch(rows, mask, self._on_device(result_indices), self._on_device(positions.ravel()[result_indices]))
+    def _with_masks(self, parts: PreparedParts) -> PreparedParts:
+        def with_mask(batch: OwnBatch) -> OwnBatch:
+            if batch.is_causal or batch.keys is not None:
+                return batch
+            if isinstance(batch.rows, slice):
+                return batch._replace(mask=self.mask_between(batch.rows, batch.rows, parts.first_seen))
+            assert batch.is_token is not None
+            are_tokens = batch.is_token[:, None] & batch.is_token[:, :, None]
+            return batch._replace(
+                mask=additive_mask(self._visible(batch.rows, batch.rows, parts.first_seen) & are_tokens)
+            )
+
+        return parts._replace(own=tuple(map(with_mask, parts.own)))
+
+    def calls(self, layer: AttentionLayer) -> tuple[VarlenCall, ...] | None:
+        """Return the calls of the varlen kernel for `layer`; None if a part needs a mask."""
+        key = _calls_key(layer)
+        if key not in self._calls:
+            self._calls[key] = upload(varlen_calls(self.step, *key), self.device)
+        return self._calls[key]
 
     def mask_between(self, rows: slice, keys: slice, first_seen: torch.Tensor) -> torch.Tensor:
         """Return the additive mask [1, rows, keys] of the `keys` that each of `rows` sees."""
@@ -156,8 +192,27 @@ class RunningStep:
         is_before = (key <= query) & (query < self.subtree_end[keys][:, None])
         return is_before & (self.depth[keys][:, None] >= first_seen[queries][:, :, None])
 
-    def _on_device(self, numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers, np.int64)).to(self.device)
+
+def _batch(parts: list[OwnPart], filled: int) -> OwnBatch:
+    starts, ends = (np.asarray([getattr(own_part, name) for own_part in parts]) for name in ("start", "end"))
+    positions = starts[:, None] + np.arange(filled)
+    is_own = positions < ends[:, None]
+    result_indices = np.flatnonzero(is_own)
+    return OwnBatch(
+        _tensor(np.where(is_own, positions, 0)),
+        parts[0].is_causal,
+        is_token=None if parts[0].is_causal else torch.from_numpy(is_own),
+        result_indices=_tensor(result_indices),
+        positions=_tensor(positions.ravel()[result_indices]),
+    )
+
+
+def _calls_key(layer: AttentionLayer) -> _CallsKey:
+    return layer.past, block_bytes((layer.shape,)) // BLOCK_TOKENS
+
+
+def _tensor(numbers: Indices) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers, np.int64))
 
 
 _running: contextvars.ContextVar[RunningStep] = contextvars.ContextVar("moepass_running_step")

@@ -51,13 +51,17 @@ class Temperature:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """An attention layer of a model; `cache_index` is its index in the memory of blocks."""
+    """An attention layer of a model; `cache_index` is its index in the memory of blocks.
+
+    `softcap` is the limit of its scores, 0 for none.
+    """
 
     cache_index: int
     heads: int
     shape: KeyValueShape
     past: VisiblePast
     temperature: Temperature | None = None
+    softcap: float = 0.0
 
 
 # Arguments that repeat the mask or do not change the result. All others must be None or False.
@@ -195,7 +199,7 @@ def _survey_forward(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     records = _recording.get()
-    attention_arguments(module, query, arguments)
+    _, _, softcap = attention_arguments(module, query, arguments)
     number = getattr(module, "layer_idx", None)
     if not isinstance(number, int):
         raise InputError(f"{type(module).__name__} has no layer_idx, the index of its layer", name="layer_idx")
@@ -214,7 +218,7 @@ def _survey_forward(
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
         # Llama 4's layers without rotary positions.
         temperature = Temperature(float(module.attn_scale), float(module.floor_scale))  # type: ignore[arg-type]
-    records.layers[number] = AttentionLayer(len(records.layers), query.shape[1], shape, past, temperature)
+    records.layers[number] = AttentionLayer(len(records.layers), query.shape[1], shape, past, temperature, softcap)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

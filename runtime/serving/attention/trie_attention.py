@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -55,15 +56,13 @@ def trie_attention(
         step.memory.write(attention_layer.cache_index, step.stored_blocks, step.stored_positions, *rows)
     if attention_layer.temperature is not None:
         query = query * attention_layer.temperature.correction(step.depth)[:, None].to(query.dtype)
-    calls = step.calls(attention_layer.past) if takes_varlen(query, value, softcap) else None
+    calls = step.calls(attention_layer) if takes_varlen(query, value, softcap) else None
     if calls is None:
         output, log_sum_exp = _over_parts(step, attention_layer, query, key, value, scaling, softcap)
     else:
-        cached = None
-        if step.contexts:
-            assert step.memory is not None
-            cached = step.memory.read(attention_layer.cache_index, torch.cat(step.contexts))
-        output, log_sum_exp = varlen_over_calls(calls, query, key, value, cached, scaling)
+        memory, index = step.memory, attention_layer.cache_index
+        read_cached = None if memory is None else functools.partial(memory.read_slots, index)
+        output, log_sum_exp = varlen_over_calls(calls, query, key, value, read_cached, scaling)
     if sinks is not None:
         # A sink is one more key with the value 0.
         output.mul_(torch.sigmoid(log_sum_exp - sinks.float()[:, None]).unsqueeze(-1))

@@ -144,7 +144,7 @@ class _Splitter:
     def pieces(self, nodes: Sequence[TrieNode]) -> Iterator[TrieNode]:
         limit = min((limit for limit in (self.past.window, self.past.chunk) if limit), default=0)
         # Nodes are cut at multiples of this depth; 0 for no cut.
-        length = limit * max(1, LEAST_PIECE // limit) if limit else 0
+        length = limit * max(1, LEAST_PIECE // limit) if limit and self.call_pairs else limit
         for node in nodes:
             start = node.start
             while length and start < node.end:
@@ -213,8 +213,11 @@ class _Splitter:
         cuts = np.flatnonzero(np.diff(seeing) * keys > self.call_pairs) + 1
         for run in np.split(seeing, cuts):
             first, stop = int(run[0]), int(run[-1]) + 1
+            seen = self.first_seen[first:stop]
+            needs_mask = seen.max() > max(key_depth, int(seen.min()))
+            rows = max(1, MASK_NUMBERS // keys) if needs_mask else stop - first
             while first < stop:
-                last = min(stop, first + max(1, MASK_NUMBERS // keys))
+                last = min(stop, first + rows)
                 seen = self.first_seen[first:last]
                 hidden = max(0, min(int(seen.min()) - key_depth, keys - 1))
                 sees_all = bool(seen.max() <= key_depth + hidden)

@@ -49,6 +49,10 @@ class BlockMemory:
         """Return copies of the keys and values of `blocks` [m], each [m · BLOCK_TOKENS, kv_heads, dim]."""
         return self.keys[layer][blocks].flatten(0, 1), self.values[layer][blocks].flatten(0, 1)
 
+    def read_slots(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the keys and values of the cache slots `slots` [m], each [m, kv_heads, dim]."""
+        return self.keys[layer].flatten(0, 1)[slots], self.values[layer].flatten(0, 1)[slots]
+
     def write(
         self, layer: int, blocks: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:

@@ -33,9 +33,9 @@ from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.options.home_options import Device, HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
 from moepass.runtime.offload.offload import NoExpertsError
-from moepass.runtime.serving.attention.survey import survey_attention
+from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
-from moepass.runtime.serving.attention.varlen_attention import varlen_obstacle
+from moepass.runtime.serving.attention.varlen_attention import layer_obstacle
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
@@ -186,8 +186,8 @@ def make_engine(
         **({} if cost_note is None else {"costs": cost_note}),
         "last layer": f"computes all tokens, because {obstacle}" if obstacle else "computes only the read tokens",
     }
-    if options.device.type == "cuda" and (without_varlen := varlen_obstacle()):
-        notes["attention"] = f"takes a slower kernel for each part of a trie: {without_varlen}"
+    if options.device.type == "cuda" and refusal is None and (reasons := _varlen_obstacles(survey)):
+        notes["attention"] = f"takes a slower kernel for each part of a trie in {reasons}"
         logger.warning("attention %s", notes["attention"])
     if compile_module is not None and not is_compiled:
         notes["compiled"] = f"no: {LOOPS_OVER_TOKENS}"
@@ -322,6 +322,14 @@ def _model_sizes(model: PreTrainedModel, *, narrows: bool) -> tuple[FlopsTable, 
     width = max([int(model.config.get_text_config().hidden_size), *(linear.out_features for linear in linears)])
     table = FlopsTable.of_parameters(numbers, logit_numbers)
     return table, float(_WIDTHS * width * 4), f"2 FLOPs per parameter and token, because {reason}"
+
+
+def _varlen_obstacles(survey: AttentionSurvey) -> str:
+    """Return how many layers of a model cannot use the varlen kernel, and why; empty if all can."""
+    obstacles = list(map(layer_obstacle, survey.layers.values()))
+    reasons = sorted({*obstacles} - {""})
+    count = len(obstacles) - obstacles.count("")
+    return f"{count} of {len(obstacles)} layers: {'; '.join(reasons)}" if reasons else ""
 
 
 def _full_step(store: BankStore | None, options: EngineOptions) -> tuple[int, str]:

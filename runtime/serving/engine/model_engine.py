@@ -5,7 +5,7 @@ Pseudo-code
         match the cached blocks of each request
         pack the requests: every distinct needed token once; reserve cache blocks for prefixes that are worth keeping
         run the step: states at the positions that are read
-        compute scores of tokens, a few rows at a time, then vectors and answers
+        compute scores of tokens, a few rows at a time, then vectors; copy both to the host, and make answers
         out of memory: run two halves instead, and limit later steps
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable, RequestCost, request_cost, row_cost, unshared_flops
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine.model_head import ModelHead
@@ -29,13 +29,14 @@ from moepass.runtime.serving.engine.plain_outputs import StatesRunner
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.engine.step_reads import StepReads
 from moepass.runtime.serving.engine.step_view import StepWatch
-from moepass.runtime.serving.engine.token_scores import score_tokens
+from moepass.runtime.serving.engine.token_scores import score_tokens, token_scores
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import SequenceTooLongError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
 from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.system.device_errors import is_out_of_memory
+from moepass.runtime.system.joint_copies import download
 from moepass.runtime.torch_private import frames_compiled
 
 logger = logging.getLogger("moepass")
@@ -238,11 +239,15 @@ class ModelEngine:
                 raise StepTooLargeError(f"a step has {count} tokens, and at most {self._most_tokens} fit into memory")
             blocks = lease.reserve(packed.offered)
             batch = packed.storing(blocks)
-            # If the cache holds all outputs, nothing runs.
-            states = self._runner.states(batch) if len(batch.output_positions) else torch.empty(0)
             reads = StepReads(packed, requests, keeps_scores=self._caches)
-            scores = score_tokens(states, self._head, self.facts.vocabulary_size, reads.wanted)
-            answers = reads.answers(scores, lambda rows: self._vectors(states, rows), self._index.scores)
+            # If the cache holds all outputs, nothing runs.
+            is_cached = not len(batch.output_positions)
+            states, indices = (torch.empty(0), reads.indices) if is_cached else self._runner.run(batch, reads.indices)
+            *score_indices, vector_rows = indices
+            on_device = score_tokens(states, self._head, self.facts.vocabulary_size, reads.wanted, score_indices)
+            downloaded, vectors = download((on_device, self._vectors(states, vector_rows, reads.vector_counts)))
+            scores = token_scores(downloaded, reads.wanted)
+            answers = reads.answers(scores, vectors.numpy(), self._index.scores)
             if self._caches:
                 self._index.scores.write(packed.written_slots(blocks), reads.scored(scores, self._index.scores))
             lease.commit()
@@ -265,6 +270,13 @@ class ModelEngine:
         flops = sum(map(self._table.total, rows)) + len(packed.logit_places) * self._table.logit_flops
         return sum(rows), flops
 
-    def _vectors(self, states: torch.Tensor, rows: Indices) -> torch.Tensor:
-        chosen = states[torch.from_numpy(rows).to(states.device)]
-        return self._head(chosen) if self._head.kind == "classes" else chosen
+    def _vectors(self, states: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Return the means [vectors, width] of the head's outputs over `counts` rows each, in fp32."""
+        if not counts:
+            return torch.empty(0, device=states.device)
+        outputs = states[rows]
+        if self._head.kind == "classes":
+            outputs = self._head(outputs)
+        if max(counts) == 1:
+            return outputs.float()
+        return torch.stack([vector_rows.float().mean(0) for vector_rows in outputs.split(counts)])

@@ -12,6 +12,7 @@ from torch import nn
 
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch
 from moepass.runtime.serving.engine.plain_outputs import Forward
+from moepass.runtime.system.joint_copies import as_graph_inputs, upload
 
 # Longest row that a compiled graph must support. Longer rows may need 64-bit indices, and so another graph, for which a
 # request would have to wait.
@@ -42,6 +43,10 @@ class PaddedRows:
         self._uncompiled = self.forward = forward
         self.device, self.most_tokens = device, most_tokens
 
+    def run(self, batch: StepBatch, indices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the states, and `indices` on their device."""
+        return self.states(batch), upload(indices, self.device)
+
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`. Raises ValueError if cached blocks are used."""
@@ -66,7 +71,7 @@ class PaddedRows:
                 )
         states = torch.cat(group_states)
         ordered = torch.empty_like(states)
-        ordered[torch.from_numpy(np.concatenate(order)).to(states.device)] = states
+        ordered[upload(torch.from_numpy(np.concatenate(order)), states.device)] = states
         return ordered
 
     def _run(
@@ -84,7 +89,7 @@ class PaddedRows:
         local[group] = np.arange(len(group))
         flat_indices = local[owners] * width + depths
         padded_indices = np.resize(flat_indices, max(2, len(flat_indices)))
-        inputs = [torch.from_numpy(array).to(self.device) for array in (tokens, mask, padded_indices)]
+        inputs = as_graph_inputs(upload([*map(torch.from_numpy, (tokens, mask, padded_indices))], self.device))
         if width > MOST_COMPILED_WIDTH:
             return self._uncompiled(*inputs)[: len(flat_indices)]
         # The explicit range refuses a model whose loops over chunks of tokens need a graph for each number of chunks.

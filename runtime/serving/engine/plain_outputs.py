@@ -59,6 +59,9 @@ class StatesRunner(Protocol):
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`."""
 
+    def run(self, batch: StepBatch, indices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the states, and `indices` on their device."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PlainOutputs:

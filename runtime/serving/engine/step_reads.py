@@ -9,16 +9,16 @@ Pseudo-code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from moepass.runtime.serving.batching.pack import PackedStep
-from moepass.runtime.serving.batching.step_batch import Indices
+from moepass.runtime.serving.batching.step_batch import NO_INDICES, Indices
 from moepass.runtime.serving.cache.block_index import BlockScores
 from moepass.runtime.serving.engine.token_scores import TokenScores, WantedScores
-from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, ScoredTokens
+from moepass.runtime.serving.requests.answer import Answer, Floats, PieceAnswer, ReadAnswer, ScoredTokens
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request
 
 
@@ -33,6 +33,13 @@ class StepReads:
         self._packed, self._requests = packed, requests
         reads = [read for request in requests for piece in request.pieces for read in piece.reads]
         self._read_rows = self._rows_of(packed.read_positions)
+        vector_rows = [
+            self._rows_of(placement.vector_positions(index))
+            for request, placement in zip(requests, packed.placements, strict=True)
+            for index, piece in enumerate(request.pieces)
+            if piece.vector is not None
+        ]
+        self.vector_counts = list(map(len, vector_rows))
         counts = np.array([len(read.tokens) for read in reads], np.int64)
         self._read_ends = np.cumsum(counts)
         scores = packed.scores
@@ -49,24 +56,21 @@ class StepReads:
         tokens = np.concatenate((NO_TOKENS, *(read.tokens for read in reads), scores.tokens[self._computed]))
         order = np.argsort(rows, kind="stable")
         self.wanted = WantedScores(rows[order], tokens[order].astype(np.int64), top)
+        # What the device needs: the indices of the wanted scores, and the rows of all vectors.
+        self.indices = (*self.wanted.indices, torch.from_numpy(np.concatenate((NO_INDICES, *vector_rows))))
         # Index of each pair among the pairs that are ordered by row.
         self._pair_order = np.empty(len(order), np.int64)
         self._pair_order[order] = np.arange(len(order))
 
-    def answers(
-        self, scores: TokenScores, vectors: Callable[[Indices], torch.Tensor], cached: BlockScores
-    ) -> tuple[Answer, ...]:
-        """Return the answers to all requests; `vectors` returns the outputs [rows, width] of the head for some rows."""
-        reads = iter(self._read_answers(scores))
+    def answers(self, scores: TokenScores, vectors: Floats, cached: BlockScores) -> tuple[Answer, ...]:
+        """Return the answers to all requests; `vectors` [vectors, width] has a row for each of `vector_counts`."""
+        reads, vector_of = iter(self._read_answers(scores)), iter(vectors)
         scored = self._scored_pieces(self.scored(scores, cached))
         answers = []
         for number, (request, placement) in enumerate(zip(self._requests, self._packed.placements, strict=True)):
             pieces = []
             for index, piece in enumerate(request.pieces):
-                vector = None
-                if piece.vector is not None:
-                    rows = self._rows_of(placement.vector_positions(index))
-                    vector = vectors(rows).float().mean(0).cpu().numpy()
+                vector = None if piece.vector is None else next(vector_of)
                 pieces.append(PieceAnswer(tuple(next(reads) for _ in piece.reads), scored.get((number, index)), vector))
             answers.append(Answer(request.id, tuple(pieces), placement.usage))
         return tuple(answers)

@@ -5,12 +5,14 @@ Pseudo-code
         compute logits in fp32 and their log-sum-exp
         read the log-probability of every requested token of these rows
         read the most likely tokens of the rows that request some
+    the results stay on the device; one copy brings those of all groups to the host
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +21,10 @@ from moepass.runtime.serving.batching.step_batch import Indices
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
 
-# [Empirical] Limit of the bytes of logits in fp32 at a time. Larger groups of rows are not faster on a CPU.
+# [Empirical] Limit of the bytes of logits in fp32 at a time. Larger groups of rows are not faster on a CPU. On other
+# devices, each group costs a few kernel launches; this limit was chosen, not measured.
 LOGITS_BYTES = 64 << 20
+LOGITS_BYTES_ELSEWHERE = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,6 +38,12 @@ class WantedScores:
     tokens: Indices
     top: Indices
 
+    @property
+    def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tensors that `score_tokens` needs on the device: rows, tokens, and the rows with most likely tokens."""
+        rows, tokens, top_rows = map(torch.from_numpy, (self.rows, self.tokens, np.flatnonzero(self.top)))
+        return rows, tokens, top_rows
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenScores:
@@ -44,35 +54,65 @@ class TokenScores:
     top_log_probabilities: Floats
 
 
+class ScoresOnDevice(NamedTuple):
+    """The scores of a step where they were computed. Each list has an entry per group of rows that has such scores.
+
+    `top_rows` are the rows of the most likely tokens.
+    """
+
+    log_probabilities: list[torch.Tensor]
+    top_rows: list[Indices]
+    top_tokens: list[torch.Tensor]
+    top_log_probabilities: list[torch.Tensor]
+
+
 @torch.no_grad()
 def score_tokens(
-    states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocabulary: int, wanted: WantedScores
-) -> TokenScores:
-    """Return the `wanted` scores of the rows `states` [rows, hidden]; `head` computes logits [rows, vocabulary]."""
-    count, most_top = len(states), int(wanted.top.max(initial=0))
-    scores = TokenScores(
-        np.empty(len(wanted.rows), np.float32),
-        np.full((count, most_top), -1, np.int32),
-        np.full((count, most_top), -np.inf, np.float32),
-    )
-    rows_at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
-    for start in range(0, count, rows_at_once):
-        end = min(count, start + rows_at_once)
+    states: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
+    wanted: WantedScores,
+    indices: Sequence[torch.Tensor],
+) -> ScoresOnDevice:
+    """Return the `wanted` scores of the rows `states` [rows, hidden]; `head` computes logits [rows, vocabulary].
+
+    `indices` are those of `wanted`, on the device of the states.
+    """
+    scores = ScoresOnDevice([], [], [], [])
+    all_top_rows = np.flatnonzero(wanted.top)
+    pair_rows, pair_tokens, top_rows = indices
+    logits_bytes = LOGITS_BYTES if states.device.type == "cpu" else LOGITS_BYTES_ELSEWHERE
+    rows_at_once = max(1, logits_bytes // (4 * vocabulary))
+    for start in range(0, len(states), rows_at_once):
+        end = min(len(states), start + rows_at_once)
+        pairs, tops = (slice(*np.searchsorted(rows, (start, end)).tolist()) for rows in (wanted.rows, all_top_rows))
+        if pairs.start == pairs.stop and tops.start == tops.stop:
+            continue  # only vectors are read
         logits = head(states[start:end]).float()
         log_totals = logits.logsumexp(-1)
-        first, last = np.searchsorted(wanted.rows, (start, end))
-        if last > first:
-            pairs = slice(first, last)
-            rows = torch.from_numpy(wanted.rows[pairs] - start).to(states.device)
-            tokens = torch.from_numpy(wanted.tokens[pairs]).to(states.device)
-            scores.log_probabilities[pairs] = (logits[rows, tokens] - log_totals[rows]).cpu().numpy()
-        top_rows = np.flatnonzero(wanted.top[start:end])
-        if len(top_rows):
-            most = int(wanted.top[start:end].max())
-            chosen = torch.from_numpy(top_rows).to(states.device)
-            best = logits[chosen].topk(most, dim=-1)
-            scores.top_tokens[start + top_rows, :most] = best.indices.cpu().numpy()
-            scores.top_log_probabilities[start + top_rows, :most] = (
-                (best.values - log_totals[chosen, None]).cpu().numpy()
-            )
+        if pairs.start < pairs.stop:
+            rows = pair_rows[pairs] - start
+            scores.log_probabilities.append(logits[rows, pair_tokens[pairs]] - log_totals[rows])
+        if tops.start < tops.stop:
+            rows = top_rows[tops] - start
+            best = logits[rows].topk(int(wanted.top[start:end].max()), dim=-1)
+            scores.top_rows.append(all_top_rows[tops])
+            scores.top_tokens.append(best.indices)
+            scores.top_log_probabilities.append(best.values - log_totals[rows, None])
     return scores
+
+
+def token_scores(scores: ScoresOnDevice, wanted: WantedScores) -> TokenScores:
+    """Return `scores`, which were downloaded, as arrays."""
+    shape = (len(wanted.top), int(wanted.top.max(initial=0)))
+    groups = [tensor.numpy() for tensor in scores.log_probabilities]
+    result = TokenScores(
+        np.concatenate((np.empty(0, np.float32), *groups)),
+        np.full(shape, -1, np.int32),
+        np.full(shape, -np.inf, np.float32),
+    )
+    for rows, tokens, values in zip(scores.top_rows, scores.top_tokens, scores.top_log_probabilities, strict=True):
+        most = tokens.shape[1]
+        result.top_tokens[rows, :most] = tokens.numpy()
+        result.top_log_probabilities[rows, :most] = values.numpy()
+    return result

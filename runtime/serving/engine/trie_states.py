@@ -26,6 +26,7 @@ from moepass.runtime.serving.engine.plain_outputs import (
     check_single_reads,
     sequence_step,
 )
+from moepass.runtime.system.joint_copies import as_graph_inputs
 
 logger = logging.getLogger("moepass")
 
@@ -68,21 +69,26 @@ class TrieStates:
     ) -> None:
         self.forward, self.layers, self.memory, self.device = forward, layers, memory, device
 
-    @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`. Raises the errors of `RunningStep`."""
+        return self.run(batch, ())[0]
+
+    @torch.no_grad()
+    def run(self, batch: StepBatch, indices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the states, and `indices` on their device: one copy uploads these and the step."""
         # torch.compile treats sizes 0 and 1 as constants and would recompile, so every size is at least 2.
         padded = _with_two_tokens(batch)
         places = np.resize(batch.output_positions, max(2, len(batch.output_positions)))
-        ids, positions, read = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-            for array in (padded.tokens[None], padded.depth[None], places)
+        inputs = tuple(
+            torch.from_numpy(np.ascontiguousarray(array)) for array in (padded.tokens[None], padded.depth[None], places)
         )
+        running = RunningStep(padded, self.layers, self.memory, self.device, (*inputs, *indices))
+        ids, positions, read = as_graph_inputs(running.inputs[:3])
         for tensor in (ids, positions):
             torch._dynamo.mark_dynamic(tensor, 1)
         torch._dynamo.mark_dynamic(read, 0)
-        with running_step(RunningStep(padded, self.layers, self.memory, self.device)):
-            return self.forward(ids, positions, read)[: len(batch.output_positions)]
+        with running_step(running):
+            return self.forward(ids, positions, read)[: len(batch.output_positions)], running.inputs[3:]
 
 
 def _with_two_tokens(batch: StepBatch) -> StepBatch:

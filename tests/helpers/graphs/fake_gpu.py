@@ -1,6 +1,7 @@
 """Capture graphs for a GPU on a machine without one: fake CUDA tensors, and a device guard that does nothing.
 
 with pretended_gpu():                     CUDA tensors created here are fake
+    with device_copies() as copies:       records copies between host and device
     put_on_gpu(model)                     replaces its tensors with fake CUDA tensors
     graph = captured_graph(model, ...)    the first ATen graph of its forward
 """
@@ -22,6 +23,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from moepass.runtime.lowering.lower_segments import decompositions
@@ -57,6 +60,31 @@ def _load_guard() -> ctypes.CDLL:
         options = ["-std=c++20", "-shared", "-fPIC", *paths, "-lc10"]
         subprocess.run([get_cpp_compiler(), str(source), "-o", str(library), *options], check=True)
         return ctypes.CDLL(str(library))
+
+
+class device_copies(TorchDispatchMode):  # noqa: N801  used like a function
+    """Record in `uploads` and `downloads` whether each copy between the CPU and another device is non-blocking.
+
+    Operators that take tensors of both count too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: list[bool] = []
+        self.downloads: list[bool] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        taken, made = (
+            {leaf.device.type for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+            for nest in ((args, kwargs), result)
+        )
+        non_blocking = bool((kwargs or {}).get("non_blocking"))
+        if "cpu" in taken and "cuda" in made:
+            self.uploads.append(non_blocking)
+        if "cuda" in taken and "cpu" in made:
+            self.downloads.append(non_blocking)
+        return result
 
 
 def on_gpu(value: torch.Tensor) -> torch.Tensor:

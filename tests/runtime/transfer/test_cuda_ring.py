@@ -102,6 +102,48 @@ def test_the_emulation_notices_an_order_that_is_missing(owner: type, method: str
         assert any(_wrong_reads(seed, 2, runs, order) for seed in range(120))
 
 
+def _wrong_reads_of_changed_banks(seed: int, slots: int, runs: list[tuple[int, list[int]]]) -> int:
+    """Run a ring on one of two streams after some banks have changed there; return how many were read wrong."""
+    banks = [small_bank(index) for index in range(4)]
+    wrong: list[str] = []
+
+    def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
+        if not holds(tensors, bank):
+            wrong.append(bank.spec.name)
+
+    with FakeCuda(random.Random(seed)).installed() as cuda:
+        ring = _ring(slots)
+        streams = [cuda.compute, cuda.stream()]
+        for number, changed in runs:
+            with cuda.on(streams[number]):
+                if changed:  # runs on the other stream have read these banks
+                    streams[number].wait_stream(streams[1 - number])
+                for tensor in (tensor for index in changed for tensor in banks[index].views(banks[index].shard)):
+                    tensor.mul_(3)
+                run_banks(ring, 0, banks, slots, lambda *read: cuda.issue(functools.partial(check, *read)))
+        cuda.finish()
+        del ring
+    return len(wrong)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(1, 4),
+    runs=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 3), max_size=2)), max_size=6),
+)
+def test_banks_that_change_between_runs_are_copied_after_the_change(
+    seed: int, slots: int, runs: list[tuple[int, list[int]]]
+) -> None:
+    assert _wrong_reads_of_changed_banks(seed, slots, runs) == 0
+
+
+@pytest.mark.parametrize("runs", [[(0, []), (0, []), (0, [0, 1])], [(0, []), (0, []), (1, [0, 1])]])
+def test_the_emulation_notices_copies_before_the_change(runs: list[tuple[int, list[int]]]) -> None:
+    with mock.patch.object(Copier, "begin_run"):
+        assert any(_wrong_reads_of_changed_banks(seed, 2, runs) for seed in range(120))
+
+
 def _fail_in_a_run(ring: Ring) -> None:
     with ring.run("first", GatherSignature(slots=2)):
         ring.prefetch([BANKS[0].shard], BANKS[0].spec, 0, None)

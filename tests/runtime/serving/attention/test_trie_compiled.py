@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import moepass
 from moepass.runtime.captures.capture_store import CaptureStore
@@ -15,10 +18,10 @@ from moepass.runtime.serving.attention.running_step import RunningStep, running_
 from moepass.runtime.serving.attention.survey import AttentionLayer, Temperature, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME, trie_attention
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, TrieNode
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape
 from moepass.stored_compile import StoredModule
-from tests.helpers.graphs.fake_gpu import captured_graph, pretended_gpu, put_on_gpu
+from tests.helpers.graphs.fake_gpu import captured_graph, device_copies, pretended_gpu, put_on_gpu
 from tests.helpers.graphs.stored_models import EAGER, graphs_compiled_by
 from tests.helpers.models.tiny import tiny_model
 from tests.helpers.serving.naive_trie import naive_step
@@ -146,7 +149,10 @@ def test_parts_of_attention_trace_for_gpus(softcap: float, is_masked: bool) -> N
 @pytest.mark.parametrize("past", [VisiblePast(), VisiblePast(window=5), VisiblePast(chunk=12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dtype) -> None:
-    """Fake tensors raise when a value is read, so any wait of the host would raise. bf16 uses the varlen kernel."""
+    """Fake tensors raise when a value is read, so any wait of the host would raise. bf16 uses the varlen kernel.
+
+    One copy uploads a step, before attention begins.
+    """
     sequences, blocks = [(*PREFIX, 7, *range(60)), (*PREFIX, 8, 9), (*PREFIX, 8, 10), (40, 41)], {PREFIX: 1}
     shape = KeyValueShape(2, 16, 16, dtype)
     layers = {0: AttentionLayer(0, 4, shape, past, Temperature(0.1, 8.0))}
@@ -155,6 +161,40 @@ def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dty
         with pretended_gpu():
             memory = BlockMemory([shape], 2, "cuda")
             query, key = (torch.zeros(1, heads, step.count, 16, dtype=dtype, device="cuda") for heads in (4, 2))
-            with running_step(RunningStep(step, layers, memory, "cuda")):
-                output = trie_attention(query, key, key, torch.zeros(4, device="cuda"), 0, 0.25, 0.0)
+            with device_copies() as copies:
+                running = RunningStep(step, layers, memory, "cuda")
+                assert copies.uploads == [True]
+                with running_step(running):
+                    output = trie_attention(query, key, key, torch.zeros(4, device="cuda"), 0, 0.25, 0.0)
+        assert len(copies.uploads + copies.downloads) == 1
         assert (output.device.type, output.dtype, tuple(output.shape)) == ("cuda", dtype, (1, step.count, 4, 16))
+
+
+class _LargeResults(TorchDispatchMode):
+    """Count the operators that make tensors of at least `rows` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.count, self._rows = 0, rows
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.count += not function.is_view and any(max(tensor.shape[:2], default=0) >= self._rows for tensor in tensors)
+        return result
+
+
+def test_cached_keys_and_values_are_copied_once() -> None:
+    blocks = 64
+    first = blocks * BLOCK_TOKENS
+    depth = np.arange(first, first + 3)
+    nodes = (TrieNode(0, 3, -1, 3, 0),)
+    step = StepBatch(depth, depth, np.full(3, 3), nodes, (tuple(range(blocks)),), depth[:0], ())
+    shape = KeyValueShape(2, 16, 16, torch.bfloat16)
+    with pretended_gpu():
+        memory = BlockMemory([shape], blocks, "cuda")
+        query, key = (torch.zeros(1, heads, 3, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        running = RunningStep(step, {0: AttentionLayer(0, 4, shape, VisiblePast())}, memory, "cuda")
+        with running_step(running), _LargeResults(first) as large:
+            trie_attention(query, key, key, None, 0, 0.25, 0.0)
+    assert large.count == 2  # keys and values

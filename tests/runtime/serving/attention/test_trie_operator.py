@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.varlen import AuxRequest
@@ -17,12 +20,14 @@ from torch.nn.attention.varlen import AuxRequest
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.attention import partial_attention, trie_attention, trie_parts, varlen_attention
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
-from moepass.runtime.serving.attention.survey import AttentionLayer
+from moepass.runtime.serving.attention.survey import AttentionLayer, survey_attention
 from moepass.runtime.serving.attention.trie_attention import trie_attention_forward
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, StoredBlock, TrieNode
+from moepass.runtime.serving.attention.varlen_attention import varlen_obstacle
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, StoredBlock, TrieNode, uncached_step
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape
 from tests.helpers.graphs.error_fields import refused
+from tests.helpers.graphs.fake_gpu import pretended_gpu
 from tests.helpers.serving.counted_attention import count_attention_flops
 from tests.helpers.serving.dense_attention import dense_attention
 from tests.helpers.serving.naive_trie import naive_step
@@ -152,29 +157,69 @@ def _varlen_attn(
     for first, end, key_first, key_end in zip(query_ends, query_ends[1:], key_ends, key_ends[1:], strict=False):
         q, k, v = query[first:end], key[key_first:key_end], value[key_first:key_end]
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) * scale
-        if window_size == (-1, 0):
-            scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), -math.inf)
+        # The last query is at the last key. A limit of -1 hides nothing.
+        ahead = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
+        before, after = window_size
+        hidden = ((ahead > after) & (after >= 0)) | ((-ahead > before) & (before >= 0))
+        assert not hidden.all(1).any()  # the kernel's log-sum-exp of such a query is +inf
+        scores.masked_fill_(hidden, -math.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(groups, 1)))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outputs), torch.cat(sums, -1)
 
 
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_calls_for_many_lengths_give_it_as_well(case: Case) -> None:
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([1, 10_000, 1 << 40]))
+def test_calls_for_many_lengths_give_it_as_well(case: Case, gathered_bytes: int) -> None:
+    case = dataclasses.replace(case, softcap=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie_attention, "takes_varlen", lambda query, value, softcap: not softcap)
+        patch.setattr(trie_attention, "takes_varlen", lambda *_: True)
+        patch.setattr(trie_attention, "partial_attention", None)  # no past needs a mask
         patch.setattr(varlen_attention, "varlen_attn", _varlen_attn)
+        patch.setattr(varlen_attention, "GATHERED_BYTES", gathered_bytes)
         _check(case)
 
 
 def test_one_call_takes_all_nodes_and_one_each_level() -> None:
     branches = [(*PROMPT, branch, *last) for branch in range(9) for last in ((1,), (2, 2), (3,))]
     _, running, _ = _setting(dataclasses.replace(CASE, sequences=tuple(branches)))
-    calls = running.calls(VisiblePast())
-    assert calls is not None
-    assert [len(call.query_ends) - 1 for call in calls] == [1 + 9 + 27, 1, 9, 1]
-    assert running.calls(VisiblePast(window=3)) is None
+    sequences = {}
+    for past in (VisiblePast(), VisiblePast(window=3), VisiblePast(window=3, chunk=7)):
+        calls = running.calls(dataclasses.replace(running.layers[7], past=past))
+        sequences[past] = None if calls is None else [len(call.query_ends) - 1 for call in calls]
+    assert list(sequences.values()) == [[1 + 9 + 27, 1, 9, 1], [1 + 9 + 27], None]
+
+
+def test_layers_of_gpt_oss_take_few_launches() -> None:
+    """8,000 tokens: a prefix of 1,200, 50 questions of 100 tokens, and 3 labels of 12 tokens for each question."""
+    config = transformers.GptOssConfig(num_hidden_layers=2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    layers = survey_attention(model).layers
+    assert [layer.past for layer in layers.values()] == [VisiblePast(window=128), VisiblePast()]
+    nodes = [TrieNode(0, 1200, -1, 8000)]
+    for start in range(1200, 8000, 136):
+        question = len(nodes)
+        nodes.append(TrieNode(start, start + 100, 0, start + 136))
+        nodes += [TrieNode(label, label + 12, question, label + 12) for label in range(start + 100, start + 136, 12)]
+    step = uncached_step(tuple(nodes), np.zeros(8000, np.int64))
+    kernel = varlen_attention.varlen_attn
+    launches: list[Any] = []
+
+    @functools.wraps(kernel)
+    def counted(*arguments: Any, **named: Any) -> Any:
+        launches.append(arguments)
+        return kernel(*arguments, **named)
+
+    counts: list[int] = []
+    with pretended_gpu(), mock.patch.object(varlen_attention, "varlen_attn", counted):
+        query, key = (torch.zeros(1, heads, 8000, 64, dtype=torch.bfloat16, device="cuda") for heads in (64, 8))
+        with running_step(RunningStep(step, layers, None, "cuda")):
+            for number in layers:
+                trie_attention.trie_attention(query, key, key, torch.zeros(64, device="cuda"), number, 0.125, 0.0)
+                counts.append(len(launches) - sum(counts))
+    # A window takes one launch; otherwise, nodes take one, and each level of their ancestors.
+    assert counts == [1, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -340,7 +385,7 @@ def test_a_step_computes_hardly_more_than_each_pair_once(monkeypatch: pytest.Mon
 
 def test_a_torch_without_the_varlen_kernel_is_named() -> None:
     value = mock.Mock(dtype=torch.bfloat16, device=torch.device("cuda"), shape=(1, 2, 5, 64))
-    assert varlen_attention.varlen_obstacle() == ""
+    assert varlen_obstacle(torch.bfloat16, 64, 0.0) == ""
     assert varlen_attention.takes_varlen(value, value, 0.0)
 
     def older(query: object, key: object, value: object, *, return_aux: object, scale: object) -> None:
@@ -351,5 +396,22 @@ def test_a_torch_without_the_varlen_kernel_is_named() -> None:
         (None, "has no torch.nn.attention.varlen"),
     ):
         with mock.patch.object(varlen_attention, "varlen_attn", kernel):
-            assert varlen_attention.varlen_obstacle() == f"torch {torch.__version__} {words}; torch 2.13 has it"
+            obstacle = varlen_obstacle(torch.bfloat16, 64, 0.0)
+            assert obstacle == f"torch {torch.__version__} {words}; torch 2.13 has it"
             assert not varlen_attention.takes_varlen(value, value, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "softcap", "obstacle"),
+    [
+        (torch.float32, 64, 0.0, "varlen_attn takes bfloat16 and float16, not float32"),
+        (torch.float16, 64, 50.0, "varlen_attn has no soft cap"),
+        (torch.float16, 512, 0.0, "varlen_attn takes heads of at most 256 numbers, not 512"),
+    ],
+)
+def test_layers_that_the_varlen_kernel_lacks_have_a_reason(
+    dtype: torch.dtype, head_dim: int, softcap: float, obstacle: str
+) -> None:
+    assert varlen_obstacle(dtype, head_dim, softcap) == obstacle
+    value = mock.Mock(dtype=dtype, device=torch.device("cuda"), shape=(1, 2, 5, head_dim))
+    assert not varlen_attention.takes_varlen(value, value, softcap)

@@ -35,6 +35,9 @@ def test_blocks_are_read_as_they_were_written() -> None:
     order = positions.flip(0).flatten()
     assert torch.equal(stored[0], keys[order])
     assert torch.equal(stored[1], values[order])
+    slots = torch.tensor([1 * BLOCK_TOKENS + 2, 3 * BLOCK_TOKENS])
+    for tensor, of_slots in zip((keys, values), memory.read_slots(0, slots), strict=True):
+        assert torch.equal(of_slots, tensor[[5, 30]])
     # Other blocks are unchanged, and reads return copies.
     assert not memory.keys[0][[0, 2]].any()
     assert not memory.keys[1].any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -176,6 +177,9 @@ class Scarce:
         states: torch.Tensor = SegmentCall(self._segment, "segment 1", "layer 0")(batch)
         return states
 
+    def run(self, batch: StepBatch, indices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return self.states(batch), indices
+
     def _segment(self, batch: StepBatch) -> torch.Tensor:
         if batch.count > self.most:
             raise self.error
@@ -208,11 +212,10 @@ def test_where_memory_ends_the_step_is_split_and_later_ones_are_smaller(error: E
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     served = engine("trie")
 
-    class Broken:
-        def states(self, batch: StepBatch) -> torch.Tensor:
-            raise RuntimeError("the memory of a rank is damaged")
+    def run(*_: object) -> None:
+        raise RuntimeError("the memory of a rank is damaged")
 
-    served._runner = Broken()
+    served._runner = mock.Mock(run=run)
     with pytest.raises(RuntimeError, match="damaged"):
         served.step([request("a", 3)])
 
