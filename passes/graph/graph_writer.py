@@ -157,6 +157,11 @@ class GraphWriter:
             return source
         return self.emit(prims.convert_element_type.default, source, dtype)
 
+    def cast_to_accumulate(self, source: Node) -> Node:
+        """Return `source` in float32, in which GEMMs accumulate, if it is in bfloat16 or float16; else unchanged."""
+        is_short = fake_value(source).dtype in (torch.bfloat16, torch.float16)
+        return self.cast(source, torch.float32) if is_short else source
+
     def permuted(self, source: Node, order: Sequence[int]) -> Node:
         """Return `source` with its dimensions in another order, or unchanged if `order` is 0, 1, 2, ..."""
         return source if [*order] == sorted(order) else self.emit(aten.permute.default, source, list(order))
