@@ -108,8 +108,10 @@ def _kind(batch: list[int], inner: list[int], outer: list[int]) -> str | None:
     return None
 
 
-def labelled_sources(node: Node, is_source: Callable[[Node], bool]) -> Iterator[tuple[Node, list[list[int]]]]:
-    """Yield the tensors with the elements of `node`, furthest first, and the labels of its dimensions in each."""
+def labelled_sources(
+    node: Node, is_source: Callable[[Node], bool] = lambda node: True
+) -> Iterator[tuple[Node, list[list[int]]]]:
+    """Yield the sources with the elements of `node`, furthest first, and the labels of its dimensions in each."""
     chain = _chain(node)
     for start, source in enumerate(chain):
         labels = _labels_of_chain(chain[start:]) if is_source(source) else None

@@ -93,6 +93,7 @@ class GraphWriter:
         existing = next(equal, None)
         if existing is not None and is_call(existing, aten.sym_size.int) and not free_unbacked_symbols(size):
             existing = next((node for node in equal if not is_call(node, aten.sym_size.int)), existing)
+        dim %= fake_value(tensor).dim()
         return self.emit(aten.sym_size.int, tensor, dim) if existing is None else existing
 
     def _has_size(self, size: torch.SymInt, node: Node) -> bool:
