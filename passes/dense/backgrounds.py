@@ -59,7 +59,6 @@ class Backgrounds:
         """Return the background of `node`, which has `layout`, or None."""
         key = (node, layout)
         if key not in self._cache:
-            self._cache[key] = None  # ends recursions
             self._cache[key] = self._find(node, layout)
         return self._cache[key]
 

@@ -26,7 +26,6 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
 from moepass.passes.dense.backgrounds import Backgrounds
-from moepass.passes.dense.pair_layouts import Pairs
 from moepass.passes.dense.read_results import SumOverExperts, sums_over_experts
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
@@ -55,18 +54,17 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
     matches: list[str] = []
     refusals: list[Refusal] = []
     for expert_sum in list(sums_over_experts(graph)):
-        ids = _chosen_ids(expert_sum)
-        top_k = None if ids is None else _top_k(ids, expert_sum.pairs)
-        if ids is None or top_k is None:
+        choice = _choice(expert_sum)
+        if choice is None:
             continue
         writer = GraphWriter(graph, expert_sum.node)
         try:
             with graph.inserting_before(expert_sum.node):
-                result = _ChosenSum(writer, expert_sum, ids, top_k).write()
+                result = _ChosenSum(writer, expert_sum, *choice).write()
         except NotThisForm as error:
             writer.erase()
             reason = (
-                f"every expert computes every token, though {named(ids)} chooses some: {error}; expected "
+                f"every expert computes every token, though {named(choice[0])} chooses some: {error}; expected "
                 "operations between the GEMMs and the sum over experts that keep tokens and experts separate"
             )
             refusals.append(refused(expert_sum.node, in_words(reason, graph), place_of(expert_sum.node)))
@@ -84,20 +82,19 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
     return PassResult(changed, plan, tuple(matches), tuple(refusals))
 
 
-def _chosen_ids(expert_sum: SumOverExperts) -> Node | None:
-    """Return the ids of the experts without which the terms are zero, or None."""
+def _choice(expert_sum: SumOverExperts) -> tuple[Node, int] | None:
+    """Return ids of experts without which the terms are zero, and how many each position has; None if it has all."""
     backgrounds = Backgrounds(expert_sum.pairs)
     zero = backgrounds.zero_of(expert_sum.value, expert_sum.layout)
     if zero is None and expert_sum.weights is not None and expert_sum.weights_layout is not None:
         zero = backgrounds.zero_of(expert_sum.weights, expert_sum.weights_layout)
-    return None if zero is None else zero.ids
-
-
-def _top_k(ids: Node, pairs: Pairs) -> int | None:
-    """Return the number of experts in `ids` for each position; None if it is unknown, or all of them."""
-    count = sympy.expand(sympy.Mul(*size_expressions(fake_value(ids).shape)))
-    top_k = ratio(count, pairs.positions)
-    return int(top_k) if top_k is not None and top_k.is_Integer and 0 < int(top_k) < pairs.experts else None
+    if zero is None or zero.ids is None:
+        return None
+    count = sympy.expand(sympy.Mul(*size_expressions(fake_value(zero.ids).shape)))
+    top_k = ratio(count, expert_sum.pairs.positions)
+    if top_k is None or not top_k.is_Integer or not 0 < int(top_k) < expert_sum.pairs.experts:
+        return None
+    return zero.ids, int(top_k)
 
 
 class _ChosenSum:

@@ -81,7 +81,7 @@ class RowsOfLookups(RowRules):
         if has_trait(node, Trait.ITEM):
             source, position = node.args
             assert isinstance(source, Node)
-            self._layouts[node] = several(self._layouts[source])[position]  # type: ignore[index]
+            self._layouts[node] = self.with_rows(node)
             return self.writer.getitem(self._values[source], position)  # type: ignore[arg-type]
         self._check_operator(node, base)
         for used in node.all_input_nodes:
