@@ -75,7 +75,6 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
         writer.erase_unread()
     if not matches and not refusals:
         return PassResult(module, plan)
-    graph.lint()
     changed.recompile()
     if refusals:
         plan = dataclasses.replace(plan, refusals=plan.refusals + tuple(refusals))

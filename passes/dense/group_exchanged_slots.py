@@ -34,6 +34,5 @@ def group_exchanged_slots(module: GraphModule, plan: Plan, context: PassContext)
         matches.append(gemm.node.name)
     if not matches:
         return PassResult(module, plan)
-    changed.graph.lint()
     changed.recompile()
     return PassResult(changed, plan, tuple(matches))

@@ -66,7 +66,6 @@ def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) ->
             matches.append(block_name)
     if not matches:
         return PassResult(module, plan)
-    changed.graph.lint()
     changed.recompile()
     return PassResult(changed, plan, tuple(matches))
 

@@ -64,7 +64,6 @@ def look_up_one_hots(module: GraphModule, plan: Plan, context: PassContext) -> P
     for node in reversed(graph.nodes):
         if node in masks and not node.users:
             graph.erase_node(node)
-    graph.lint()
     changed.recompile()
     return PassResult(changed, plan, tuple(matches))
 
