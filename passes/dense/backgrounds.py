@@ -125,10 +125,8 @@ class Backgrounds:
         for ids_view, numbers in ((arguments["self"], arguments["other"]), (arguments["other"], arguments["self"])):
             if not isinstance(ids_view, Node) or not is_broadcast_arange(numbers):
                 continue
-            if [each for each in layouts[numbers].dimensions if not is_features(each)] != [self.pairs.of_experts]:
-                continue
             ids = self._ids(ids_view, [each for each in layouts[ids_view].dimensions if each])
-            if ids is not None:
+            if ids is not None and [each for each in layouts[numbers].dimensions if each] == [self.pairs.of_experts]:
                 return Background(False, ids)
         return None
 

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, nodes_in, tensor_inputs
 from moepass.passes.ops.arguments import all_arguments, dims_along, is_arange, named_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
@@ -191,4 +191,6 @@ def is_broadcast_arange(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
     *steps, source = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY, Trait.CAST))
-    return is_arange(source) and all(fake_value(step).dtype in (torch.int32, torch.int64) for step in steps)
+    if not is_arange(source) or any(fake_value(step).dtype not in (torch.int32, torch.int64) for step in steps):
+        return False
+    return len([size for size in size_expressions(fake_value(node).shape) if size != 1]) == 1

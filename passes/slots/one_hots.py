@@ -85,7 +85,7 @@ def possible_masks(graph: Graph) -> set[Node]:
             continue
         masks = [used for used in node.all_input_nodes if used in candidates]
         if base == "eq":
-            is_mask = is_call(node, aten.eq.Tensor) and any(map(_is_arange, node.args))
+            is_mask = is_call(node, aten.eq.Tensor) and any(map(is_broadcast_arange, node.args))
         elif base == "add":
             addends = [used for used in node.all_input_nodes if used not in candidates]
             is_mask = bool(masks) and all(fill_number(used) == 0 for used in addends)
@@ -140,7 +140,7 @@ class MaskReader:
 
     def _compared(self, node: Node) -> OneHots:
         """Read a comparison of one integer per token with 0, 1, 2, ..: one-hot vectors."""
-        numbers, arange = cast("tuple[Node, Node]", node.args if _is_arange(node.args[1]) else node.args[::-1])
+        numbers, arange = cast("tuple[Node, Node]", node.args if is_broadcast_arange(node.args[1]) else node.args[::-1])
         (along,), token_dims = _long_dims(arange), _long_dims(numbers)
         is_integer = fake_value(numbers).dtype in (torch.int32, torch.int64)
         if len(token_dims) != 1 or token_dims == [along] or not is_integer:
@@ -299,11 +299,6 @@ class MaskReader:
         """Return each column of [tokens, k] as [tokens, 1]."""
         count = fake_value(entries).shape[1]
         return [self.writer.emit(aten.slice.Tensor, entries, 1, k, k + 1) for k in range(count)]
-
-
-def _is_arange(node: Any) -> bool:
-    """Return whether `node` is 0, 1, 2, .. along one dimension, and has size 1 in all others."""
-    return is_broadcast_arange(node) and len(_long_dims(node)) == 1
 
 
 def _long_dims(node: Node) -> list[int]:
