@@ -171,6 +171,7 @@ class _LookupWriter:
             writer,
             {gemm.node: gemm for gemm in self.match.gemms},
             self.rows,
+            self._rows_of_slots(self.rows, slot),
             count,
             self._ends(sorted_expert, count),
             lambda source: self._rows_of_slots(source, slot),

@@ -32,10 +32,10 @@ def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
 
 
 class RowsOfLookups(RowRules):
-    """A writer that computes `count` new rows in place of the slots, which are the rows of `slots`.
+    """A writer that computes `count` new `rows` in place of the slots, which are the rows of `slots`.
 
-    `gemms` has the experts' GEMMs, and `ends` the ends of their new rows. `look_up` returns the new rows of `slots` and
-    of other operands that have one row for each slot.
+    `gemms` has the experts' GEMMs, and `ends` the ends of their new rows. `look_up` returns the new rows of another
+    operand that has one row for each slot.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class RowsOfLookups(RowRules):
         writer: GraphWriter,
         gemms: Mapping[Node, ExpertGemm],
         slots: Node,
+        rows: Node,
         count: Any,
         ends: Node,
         look_up: Callable[[Node], Node],
@@ -52,7 +53,7 @@ class RowsOfLookups(RowRules):
         self._slot_count = size_expression(fake_value(slots).shape[0])
         self._gemms = gemms
         self._look_up = look_up
-        self._values: dict[Node, Node] = {slots: look_up(slots)}
+        self._values: dict[Node, Node] = {slots: rows}
 
     def write(self, nodes: Iterable[Node]) -> Node:
         """Write `nodes` for the new rows; return the last. Raises NotThisForm."""
