@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -19,7 +18,7 @@ from moepass.passes.blocks.expert_gemms import is_expert_weight
 from moepass.passes.dense.pair_layouts import Pairs
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.ops.arguments import all_arguments, permutation
+from moepass.passes.ops.arguments import all_arguments, matrix_operands, permutation
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.ops.walk import first_inputs
 from moepass.passes.rows.row_layout import Layout, features, regrouped
@@ -57,25 +56,24 @@ class DenseGemm:
         return int(fake_value(self.weights).shape[self.inner])
 
     @property
-    def positions(self) -> sympy.Expr:
-        return size_expression(fake_value(self.rows).shape[self.batch + self.weights_on_left])
+    def pairs(self) -> Pairs:
+        positions = fake_value(self.rows).shape[self.batch + self.weights_on_left]
+        return Pairs(self.experts, size_expression(positions))
 
-    def result_layout(self, pairs: Pairs) -> Layout:
-        """Return the layout of the result, which has no experts if it is `summed`."""
-        columns = {
-            "batched": features(self.outer),
-            "wide": (*pairs.of_experts, *features(self.outer)),
-            "summed": features(self.outer),
-        }[self.kind]
-        matrix = [pairs.of_positions, columns]
-        batch = [pairs.of_experts if self.kind == "batched" else ()] * self.batch
-        return Layout((*batch, *(matrix[::-1] if self.weights_on_left else matrix)))
+    @property
+    def result_layout(self) -> Layout:
+        """The layout of the result, which has no experts if it is `summed`."""
+        return self._layout(self.outer, "wide")
 
-    def rows_layout(self, pairs: Pairs) -> Layout:
-        inner = features(self.width)
-        if self.kind == "summed":
-            inner = (*pairs.of_experts, *inner)
-        matrix = [pairs.of_positions, inner]
+    @property
+    def rows_layout(self) -> Layout:
+        return self._layout(self.width, "summed")
+
+    def _layout(self, width: int, kind_with_experts: str) -> Layout:
+        """Return the layout of [positions, width], where `kind_with_experts` has [positions, experts · width]."""
+        pairs = self.pairs
+        experts = pairs.of_experts if self.kind == kind_with_experts else ()
+        matrix = [pairs.of_positions, (*experts, *features(width))]
         batch = [pairs.of_experts if self.kind == "batched" else ()] * self.batch
         return Layout((*batch, *(matrix[::-1] if self.weights_on_left else matrix)))
 
@@ -86,28 +84,18 @@ def dense_gemm(node: Node) -> DenseGemm | None:
         return None
     batch = int(has_trait(node, Trait.BATCHED_MATMUL))
     arguments = all_arguments(node)
-    left, right = (arguments[name] for name in _names(node))
-    added = arguments["self"] if is_call(node, aten.baddbmm.default, aten.addmm.default) else None
-    if added is not None and (arguments["beta"] != 1 or arguments["alpha"] != 1):
+    left, right, added = matrix_operands(node)
+    if arguments.get("beta", 1) != 1 or arguments.get("alpha", 1) != 1:
         return None
     for weight, rows, weights_on_left in ((right, left, False), (left, right, True)):
-        for source, labels in _labelled_sources(weight):
-            if not is_expert_weight(source):
-                continue
+        for source, labels in labelled_sources(weight, is_expert_weight):
             inner, outer = labels[-2:][::-1] if weights_on_left else labels[-2:]
-            batch_labels = labels[0] if batch else []
-            kind = _kind(batch_labels, inner, outer)
+            kind = _kind(labels[0] if batch else [], inner, outer)
             # Two inputs of the graph, such as the queries and keys of attention, are not weights.
             are_inputs = source.op == "placeholder" and is_expert_weight(_chain(rows)[0])
             if kind is not None and not are_inputs:
                 return DenseGemm(node, kind, rows, source, inner[-1], weights_on_left, batch, added)
     return None
-
-
-def _names(node: Node) -> tuple[str, str]:
-    if is_call(node, aten.addmm.default):
-        return "mat1", "mat2"
-    return ("batch1", "batch2") if is_call(node, aten.baddbmm.default) else ("self", "mat2")
 
 
 def _kind(batch: list[int], inner: list[int], outer: list[int]) -> str | None:
@@ -120,16 +108,15 @@ def _kind(batch: list[int], inner: list[int], outer: list[int]) -> str | None:
     return None
 
 
-def _labelled_sources(node: Node) -> list[tuple[Node, list[list[int]]]]:
-    """Return the tensors with the elements of `node`, furthest first, and the labels of its dimensions in each."""
+def labelled_sources(
+    node: Node, is_source: Callable[[Node], bool] = lambda node: True
+) -> Iterator[tuple[Node, list[list[int]]]]:
+    """Yield the sources with the elements of `node`, furthest first, and the labels of its dimensions in each."""
     chain = _chain(node)
-    labelled = []
     for start, source in enumerate(chain):
-        shape = getattr(fake_value(source), "shape", ())
-        are_static = all(isinstance(size, int) and size > 1 for size in shape)
-        if are_static and (labels := labels_of_chain(chain[start:])) is not None:
-            labelled.append((source, labels))
-    return labelled
+        labels = _labels_of_chain(chain[start:]) if is_source(source) else None
+        if labels is not None:
+            yield source, labels
 
 
 def _chain(node: Node) -> list[Node]:
@@ -143,7 +130,7 @@ def _moves(node: Node) -> bool:
     return has_trait(node, Trait.RESHAPE, Trait.COPY, Trait.PERMUTE)
 
 
-def labels_of_chain(chain: Sequence[Node]) -> list[list[int]] | None:
+def _labels_of_chain(chain: Sequence[Node]) -> list[list[int]] | None:
     """Return the dimensions of the first node, without size 1, in each dimension of the last; None if one is split."""
     shape = fake_value(chain[0]).shape
     labels = [[dim] if size_expression(size) != 1 else [] for dim, size in enumerate(shape)]

@@ -14,12 +14,12 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, nodes_in
-from moepass.passes.ops.arguments import all_arguments, is_arange, named_arguments, permutation
+from moepass.passes.graph.input_sizes import size_expression, size_expressions
+from moepass.passes.graph.nodes import fake_value, nodes_in, tensor_inputs
+from moepass.passes.ops.arguments import all_arguments, dims_along, is_arange, named_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import first_inputs
-from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
+from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, is_features, reshaped, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,100 +62,69 @@ class Pairs:
 
     def are_complete(self, layout: Layout) -> bool:
         """Return whether the layout has all experts or none, and all positions or none, in any dimensions."""
-        shares = [share for share in layout.shares if share]
-        position_shares = [share for share in shares if share[0] == (self._name, 1)]
-        total = sympy.expand(sympy.Mul(*(each.size for each in pair_factors(layout) if each.share in position_shares)))
-        expert_shares = [share for share in shares if share not in position_shares]
-        has_all = not position_shares or total == self.positions
-        return has_all and expert_shares in ([], [((self._name, 0),)]) and (() not in layout.shares or not shares)
-
-
-def pair_factors(layout: Layout) -> list[Part]:
-    """Return the factors of experts and positions, in the order of dimensions."""
-    return [factor for dimension in layout.dimensions for factor in dimension if factor.is_rows]
-
-
-def is_features(dimension: Dimension) -> bool:
-    return not any(factor.is_rows for factor in dimension)
-
-
-def features_in(dimension: Dimension) -> sympy.Expr:
-    return size_of(tuple(factor for factor in dimension if not factor.is_rows))
+        if layout.shares == ((),):
+            return True
+        positions = tuple(factor for factor in layout.factors if factor.share and factor.share[0] == (self._name, 1))
+        experts = tuple(factor for factor in layout.factors if factor.is_rows and factor not in positions)
+        has_all = not positions or size_of(positions) == self.positions
+        return has_all and experts in ((), self.of_experts)
 
 
 def feature_dims(layout: Layout) -> list[int]:
     """Return the dimensions that one pair has: all except those with only experts or positions."""
-    return [
-        dim
-        for dim, dimension in enumerate(layout.dimensions)
-        if is_features(dimension) or any(not factor.is_rows for factor in dimension)
-    ]
+    dimensions = enumerate(layout.dimensions)
+    return [dim for dim, each in dimensions if not each or not all(factor.is_rows for factor in each)]
 
 
 def operand_layouts(node: Node, layout: Layout, pairs: Pairs) -> dict[Node, Layout] | None:
     """Return the operands' layouts if the result of `node` has `layout`; None if it may mix pairs, or is unknown."""
-    if node.op != "call_function":
-        return None
-    base = base_operation(node)
     if has_trait(node, Trait.ITEM):
         return _item_operand(node, layout)
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(fake_value(node), torch.Tensor):
         return None
     if has_trait(node, Trait.ELEMENTWISE):
-        return {used: broadcast_operand(layout, fake_value(used).shape) for used in _tensors(node)}
-    source = node.all_input_nodes[0] if node.all_input_nodes else node
-    shape = getattr(fake_value(source), "shape", ())
-    if has_trait(node, Trait.RESHAPE):
-        return _only(source, reshaped(layout, shape))
-    if has_trait(node, Trait.PERMUTE):
-        order = permutation(node)
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return {source: Layout(tuple(layout.dimensions[dim] for dim in inverse))}
-    if base == "expand":
-        return {source: broadcast_operand(layout, shape)}
-    if base == "repeat":
-        return _only(source, _repeat_operand(node, layout, shape, pairs))
-    if has_trait(node, Trait.ALONG):
-        return _only(source, _operand_along(node, base, layout, shape))
+        return {used: broadcast_operand(layout, fake_value(used).shape) for used in tensor_inputs(node)}
     if has_trait(node, Trait.JOIN):
-        return _join_operands(node, base, layout)
+        return _join_operands(node, layout)
+    for source in tensor_inputs(node)[:1]:
+        operand = _first_operand(node, layout, fake_value(source).shape, pairs)
+        return None if operand is None else {source: operand}
     return None
 
 
-def _tensors(node: Node) -> list[Node]:
-    return [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
-
-
-def _only(source: Node, layout: Layout | None) -> dict[Node, Layout] | None:
-    return None if layout is None else {source: layout}
+def _first_operand(node: Node, layout: Layout, shape: Sequence[Any], pairs: Pairs) -> Layout | None:
+    if has_trait(node, Trait.RESHAPE):
+        return reshaped(layout, shape)
+    if has_trait(node, Trait.PERMUTE):
+        order = permutation(node)
+        return Layout(tuple(layout.dimensions[order.index(dim)] for dim in range(len(order))))
+    if has_trait(node, Trait.EXPAND):
+        return broadcast_operand(layout, shape)
+    if has_trait(node, Trait.REPEAT):
+        return _repeat_operand(node, layout, shape, pairs)
+    return _operand_along(node, layout, shape) if has_trait(node, Trait.ALONG) else None
 
 
 def _item_operand(node: Node, layout: Layout) -> dict[Node, Layout] | None:
+    """Return the layout of the operand of a split or norm whose result `node` is."""
     operation = node.args[0]
     assert isinstance(operation, Node)
-    if not isinstance(operation.target, torch._ops.OpOverload):
-        return None
-    base = base_operation(operation)
-    source = operation.all_input_nodes[0]
-    shape = fake_value(source).shape
+    dimensions = list(layout.dimensions)
     if has_trait(operation, Trait.SPLIT):
-        arguments = all_arguments(operation)
-        dim = arguments["dim"] % len(shape)
-        dimensions = list(layout.dimensions)
-        if base == "unbind":
-            dimensions.insert(dim, features(shape[dim]))
+        shape = fake_value(operation.all_input_nodes[0]).shape
+        dim = all_arguments(operation)["dim"] % len(shape)
+        if base_operation(operation) == "unbind":
+            dimensions.insert(dim, ())
         elif not is_features(dimensions[dim]):
             return None
-        else:
-            dimensions[dim] = features(shape[dim])
-        return {source: Layout(tuple(dimensions))}
-    if has_trait(operation, Trait.NORM) and node.args[1] == 0:
-        arguments = named_arguments(operation)
-        count = len(arguments["normalized_shape"])
-        if not all(map(is_features, layout.dimensions[-count:])):
+        dimensions[dim] = features(shape[dim])
+    elif has_trait(operation, Trait.NORM) and node.args[1] == 0:
+        count = len(named_arguments(operation)["normalized_shape"])
+        if not all(map(is_features, dimensions[-count:])):
             return None
-        return {source: layout}
-    return None
+    else:
+        return None
+    return {operation.all_input_nodes[0]: Layout(tuple(dimensions))}
 
 
 def broadcast_operand(layout: Layout, shape: Sequence[Any]) -> Layout:
@@ -189,41 +158,31 @@ def _repeat_operand(node: Node, layout: Layout, shape: Sequence[Any], pairs: Pai
     return Layout(tuple(dimensions))
 
 
-def _operand_along(node: Node, base: str, layout: Layout, shape: Sequence[Any]) -> Layout | None:
-    values = all_arguments(node)
-    name = next((key for key in ("dim", "dims") if key in values), None)
-    if name is None or values[name] is None or values[name] == []:
+def _operand_along(node: Node, layout: Layout, shape: Sequence[Any]) -> Layout | None:
+    base, arguments, dims = base_operation(node), all_arguments(node), dims_along(node, len(shape))
+    if dims is None:
         return None
-    dims = [dim % len(shape) for dim in (values[name] if isinstance(values[name], (list, tuple)) else [values[name]])]
     dimensions = list(layout.dimensions)
-    if base == "select" or (has_trait(node, Trait.REDUCE) and not values.get("keepdim", False)):
+    if base == "select" or (has_trait(node, Trait.REDUCE) and not arguments.get("keepdim", False)):
         for dim in sorted(dims):
-            dimensions.insert(dim, features(shape[dim]))
-    else:
-        for dim in dims:
-            if not is_features(dimensions[dim]):
-                is_full = base == "slice" and size_of(dimensions[dim]) == size_expression(shape[dim])
-                if not is_full or values.get("step", 1) != 1:
-                    return None
-            else:
-                dimensions[dim] = features(shape[dim])
+            dimensions.insert(dim, ())
+    for dim in dims:
+        if is_features(dimensions[dim]):
+            dimensions[dim] = features(shape[dim])
+        elif base != "slice" or arguments["step"] != 1 or size_of(dimensions[dim]) != size_expression(shape[dim]):
+            return None
     return Layout(tuple(dimensions))
 
 
-def _join_operands(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | None:
+def _join_operands(node: Node, layout: Layout) -> dict[Node, Layout] | None:
     arguments = all_arguments(node)
     dim = arguments["dim"] % len(layout.dimensions)
     if not is_features(layout.dimensions[dim]):
         return None
     layouts: dict[Node, Layout] = {}
     for used in nodes_in(arguments["tensors"]):
-        dimensions = list(layout.dimensions)
-        if base == "stack":
-            del dimensions[dim]
-        else:
-            dimensions[dim] = features(fake_value(used).shape[dim])
-        if layouts.setdefault(used, Layout(tuple(dimensions))).dimensions != tuple(dimensions):
-            return None
+        joined = [] if base_operation(node) == "stack" else [features(fake_value(used).shape[dim])]
+        layouts[used] = Layout((*layout.dimensions[:dim], *joined, *layout.dimensions[dim + 1 :]))
     return layouts
 
 
@@ -232,4 +191,6 @@ def is_broadcast_arange(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
     *steps, source = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY, Trait.CAST))
-    return is_arange(source) and all(fake_value(step).dtype in (torch.int32, torch.int64) for step in steps)
+    if not is_arange(source) or any(fake_value(step).dtype not in (torch.int32, torch.int64) for step in steps):
+        return False
+    return len([size for size in size_expressions(fake_value(node).shape) if size != 1]) == 1

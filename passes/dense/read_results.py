@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch.fx import Graph, Node
 
 from moepass.passes.dense.dense_gemms import DenseGemm, dense_gemm
 from moepass.passes.dense.pair_layouts import Pairs
-from moepass.passes.graph.nodes import fake_value, is_call, several
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.ops.arguments import all_arguments
+from moepass.passes.ops.arguments import all_arguments, matrix_operands
 from moepass.passes.ops.traits import draws_random_numbers, mutates
+from moepass.passes.ops.walk import walk
 from moepass.passes.rows.row_layout import Layout
-from moepass.passes.rows.row_rules import RowRules
+from moepass.passes.rows.row_rules import RowRules, any_rows
 
 aten = torch.ops.aten
 
@@ -39,11 +40,11 @@ class SumOverExperts:
 
 
 class PairFlow(RowRules):
-    """Layouts of experts and positions after a GEMM; other operands may have a value for each of them."""
+    """Layouts of experts and positions after `gemm`; other operands may have a value for each of them."""
 
-    def __init__(self, start: Node, layout: Layout) -> None:
+    def __init__(self, gemm: DenseGemm) -> None:
         super().__init__((), {})
-        self._layouts[start] = layout
+        self._layouts[gemm.node] = gemm.result_layout
 
     def layout(self, node: Node) -> Layout | None:
         layout = self._layouts.get(node)
@@ -58,41 +59,33 @@ class PairFlow(RowRules):
         except NotThisForm:
             return False
         self._layouts[node] = layouts
-        return any(layout is not None and layout.has_rows for layout in several(layouts))
+        return any_rows(layouts)
 
     def _check_constant(self, node: Node, constant: Node, layout: Layout) -> None:
         """Accept a constant with different values for experts or positions."""
 
 
 def sums_over_experts(graph: Graph) -> Iterator[SumOverExperts]:
-    """Yield every sum over the results of dense experts, in graph order for each GEMM."""
-    for node in list(graph.nodes):
-        gemm = dense_gemm(node)
-        if gemm is None or gemm.kind == "summed" or gemm.experts == 1 or gemm.positions == 1:
+    """Yield every sum over the results of dense experts once, in graph order for each GEMM."""
+    seen: set[Node] = set()
+    for gemm in map(dense_gemm, list(graph.nodes)):
+        if gemm is None or gemm.kind == "summed" or gemm.pairs.positions == 1:
             continue
-        pairs = Pairs(gemm.experts, gemm.positions)
-        yield from _sums_after(node, gemm.result_layout(pairs), pairs)
-
-
-def _sums_after(start: Node, layout: Layout, pairs: Pairs) -> Iterator[SumOverExperts]:
-    flow = PairFlow(start, layout)
-    pending, seen = [start], {start}
-    while pending and len(seen) < _MOST_NODES:
-        node = pending.pop(0)
-        for user in _in_order(node.users):
-            if user in seen:
-                continue
-            expert_sum = _sum_of(user, node, flow.layout(node), pairs)
-            if expert_sum is not None:
-                seen.add(user)
+        for expert_sum in _sums_after(gemm):
+            if expert_sum.node not in seen:
+                seen.add(expert_sum.node)
                 yield expert_sum
-            elif dense_gemm(user) is None and flow.follow(user):
-                seen.add(user)
-                pending.append(user)
 
 
-def _in_order(nodes: Iterable[Node]) -> list[Node]:
-    return sorted(nodes)
+def _sums_after(gemm: DenseGemm) -> Iterator[SumOverExperts]:
+    flow = PairFlow(gemm)
+
+    def follow(user: Node) -> bool:
+        return dense_gemm(user) is None and flow.follow(user)
+
+    for node in walk([gemm.node], lambda node: sorted(node.users), follow, _MOST_NODES):
+        sums = (_sum_of(user, node, flow.layout(node), gemm.pairs) for user in sorted(node.users))
+        yield from (expert_sum for expert_sum in sums if expert_sum is not None)
 
 
 def _sum_of(node: Node, value: Node, layout: Layout | None, pairs: Pairs) -> SumOverExperts | None:
@@ -101,30 +94,25 @@ def _sum_of(node: Node, value: Node, layout: Layout | None, pairs: Pairs) -> Sum
     if is_call(node, aten.sum.dim_IntList):
         arguments = all_arguments(node)
         dims = [dim % len(layout.dimensions) for dim in arguments["dim"] or ()]
-        if [layout.dimensions[dim] for dim in dims] != [pairs.of_experts]:
-            return None
-        if arguments["dtype"] not in (None, fake_value(value).dtype):
+        is_cast = arguments["dtype"] not in (None, fake_value(value).dtype)
+        if is_cast or [layout.dimensions[dim] for dim in dims] != [pairs.of_experts]:
             return None
         dimensions: list[Any] = list(layout.dimensions)
         dimensions[dims[0] : dims[0] + 1] = [()] * bool(arguments["keepdim"])
         return SumOverExperts(node, pairs, value, layout, Layout(tuple(dimensions)))
     gemm = dense_gemm(node)
-    if gemm is not None:
-        is_summed = gemm.kind == "summed" and gemm.rows is value and gemm.rows_layout(pairs) == layout
-        if not is_summed or gemm.added is not None:
-            return None
-        return SumOverExperts(node, pairs, value, layout, gemm.result_layout(pairs), gemm=gemm)
-    if is_call(node, aten.bmm.default):
-        return _weighted(node, value, layout, pairs)
-    return None
+    if gemm is None:
+        return _weighted(node, value, layout, pairs) if is_call(node, aten.bmm.default) else None
+    is_summed = gemm.kind == "summed" and gemm.rows is value and gemm.rows_layout == layout
+    if not is_summed or gemm.added is not None:
+        return None
+    return SumOverExperts(node, pairs, value, layout, gemm.result_layout, gemm=gemm)
 
 
 def _weighted(node: Node, value: Node, layout: Layout, pairs: Pairs) -> SumOverExperts | None:
     """Return a product of each position's weights [1, experts] and results [experts, features], or None."""
-    left, right = node.args
+    left, right, _ = matrix_operands(node)
     batch, rows, columns = layout.dimensions
-    assert isinstance(left, Node)
-    assert isinstance(right, Node)
     if value is right and value is not left and rows == pairs.of_experts:
         weights, weights_layout = left, Layout((batch, (), rows))
         result = Layout((batch, (), columns))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.slot_operations import gather
@@ -92,19 +93,43 @@ class GraphWriter:
         existing = next(equal, None)
         if existing is not None and is_call(existing, aten.sym_size.int) and not free_unbacked_symbols(size):
             existing = next((node for node in equal if not is_call(node, aten.sym_size.int)), existing)
+        dim %= fake_value(tensor).dim()
         return self.emit(aten.sym_size.int, tensor, dim) if existing is None else existing
 
     def _has_size(self, size: torch.SymInt, node: Node) -> bool:
         value = fake_value(node)
         return isinstance(value, torch.SymInt) and node < self.like and value.node.expr == size.node.expr
 
-    def product(self, left: Any, right: Any) -> Any:
-        """Return the product of two sizes, each a number or a node."""
-        if isinstance(left, int) and isinstance(right, int):
-            return left * right
-        if left == 1 or right == 1:
-            return right if left == 1 else left
-        return self.emit(operator.mul, left, right)
+    def find_size(self, size: sympy.Expr, nodes: Iterable[Node]) -> Any:
+        """Return `size` as a number, or as a node from the values and shapes of `nodes`; None if it is not there."""
+        if size.is_Integer:
+            return int(size)
+        for node in nodes:
+            value = fake_value(node)
+            if isinstance(value, torch.SymInt) and size_expression(value) == size and node < self.like:
+                return node
+            for dim, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if size_expression(extent) == size:
+                    return self.size(node, dim)
+        return None
+
+    def product(self, *sizes: Any) -> Any:
+        """Return the product of sizes, each a number or a node."""
+        total: Any = 1
+        for size in sizes:
+            if total == 1:
+                total = size
+            elif size != 1:
+                total = self._computed(operator.mul, total, size)
+        return total
+
+    def sum(self, left: Any, right: Any) -> Any:
+        """Return the sum of two sizes, each a number or a node."""
+        return self._computed(operator.add, left, right)
+
+    def _computed(self, operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+        are_numbers = isinstance(left, int) and isinstance(right, int)
+        return operation(left, right) if are_numbers else self.emit(operation, left, right)
 
     def getitem(self, source: Node, index: int) -> Node:
         """Insert the selection of an element of a tuple."""
@@ -116,11 +141,37 @@ class GraphWriter:
             prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
         )
 
+    def scalar(self, value: Any, like: Node) -> Node:
+        """Insert `value`, a number or a node, as a tensor without dimensions in the dtype of `like`."""
+        tensor = fake_value(like)
+        return self.emit(aten.scalar_tensor.default, value, dtype=tensor.dtype, device=tensor.device)
+
     def viewed(self, source: Node, shape: Sequence[Any]) -> Node:
         """Return `source` in another shape, or unchanged if it already has this shape."""
-        if [*map(size_expression, shape)] == [*map(size_expression, fake_value(source).shape)]:
+        if size_expressions(shape) == size_expressions(fake_value(source).shape):
             return source
         return self.emit(aten.reshape.default, source, list(shape))
+
+    def cast(self, source: Node, dtype: torch.dtype) -> Node:
+        """Return `source` in another dtype, or unchanged if it already has this dtype."""
+        if fake_value(source).dtype is dtype:
+            return source
+        return self.emit(prims.convert_element_type.default, source, dtype)
+
+    def cast_to_accumulate(self, source: Node) -> Node:
+        """Return `source` in float32, in which GEMMs accumulate, if it is in bfloat16 or float16; else unchanged."""
+        is_short = fake_value(source).dtype in (torch.bfloat16, torch.float16)
+        return self.cast(source, torch.float32) if is_short else source
+
+    def permuted(self, source: Node, order: Sequence[int]) -> Node:
+        """Return `source` with its dimensions in another order, or unchanged if `order` is 0, 1, 2, ..."""
+        return source if [*order] == sorted(order) else self.emit(aten.permute.default, source, list(order))
+
+    def restore_order(self, rows: Node, order: Node) -> Node:
+        """Return sorted `rows` as they were before a sort returned `order`, int64 [rows]."""
+        count, memory = self.size(order, 0), self.emit(aten.empty_like.default, order)
+        every = self.arange(count, fake_value(order).device)
+        return self.emit(aten.index.Tensor, rows, [self.emit(aten.index_put.default, memory, [order], every)])
 
 
 def refresh_fake_values(graph: Graph, *changed: Node) -> None:

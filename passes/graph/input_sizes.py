@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -67,6 +67,16 @@ def size_expression(size: object) -> sympy.Expr:
     if isinstance(size, sympy.Expr):
         return size
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def size_expressions(sizes: Iterable[object]) -> list[sympy.Expr]:
+    """Return `sizes` as expressions in the graph's symbols."""
+    return list(map(size_expression, sizes))
+
+
+def have_equal_shapes(left: Node, right: Node) -> bool:
+    """Return whether two tensors have equal sizes for all values of the graph's symbols."""
+    return size_expressions(fake_value(left).shape) == size_expressions(fake_value(right).shape)
 
 
 def read_sizes(sources: Mapping[str, SizeSource], arguments: Sequence[Any]) -> dict[str, int]:

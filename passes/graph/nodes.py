@@ -89,6 +89,11 @@ def is_float(node: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def tensor_inputs(node: Node) -> list[Node]:
+    """Return the inputs of `node` that are tensors, each once."""
+    return [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
+
+
 def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
     """Return `value` with its nodes replaced."""
     return torch.fx.node.map_arg(value, replace)

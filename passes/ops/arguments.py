@@ -126,6 +126,29 @@ def replace_numbers(node: Node, replace: Callable[[str, int, int], Any]) -> tupl
     return args, {name: changed(name, value) for name, value in node.kwargs.items()}
 
 
+def dims_along(node: Node, rank: int) -> list[int] | None:
+    """Return the `dim` or `dims` along which `node` acts, as dimensions of `rank`; None if it has none of both."""
+    arguments = all_arguments(node)
+    dims = arguments.get("dim", arguments.get("dims"))
+    if dims is None or dims == []:
+        return None
+    return [dim % max(1, rank) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
+
+
+def positional(node: Node, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return all `arguments` of a call like `node`, by name, as positional and keyword arguments."""
+    arguments = dict(arguments)
+    names = [entry.name for entry in node.target._schema.arguments if not entry.kwarg_only]  # type: ignore[union-attr]
+    return [arguments.pop(name) for name in names], arguments
+
+
+def matrix_operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """Return both factors of `mm`, `addmm`, `bmm` or `baddbmm`, and the tensor that is added to their product."""
+    names = ("self", "mat1", "mat2", "batch1", "batch2")
+    *added, left, right = (value for name, value in all_arguments(node).items() if name in names)
+    return left, right, added[0] if added else None
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, map_nodes
 from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
@@ -47,20 +47,16 @@ def _are_alike(shapes: Sequence[Sequence[Any]]) -> bool:
     if not _are_equal(map(len, shapes)):
         return False
     for sizes in zip(*shapes, strict=True):
-        distinct = {_size(size) for size in sizes}
+        distinct = {*map(size_expression, sizes)}
         if len(distinct) != 1 and any(size.is_Integer for size in distinct):
             return False
     return True
 
 
-def _size(size: Any) -> Any:
-    return size_expression(fake_value(size) if isinstance(size, Node) else size)
-
-
 def _keeps_dimension(node: Node) -> bool:
     arguments = all_arguments(node)
     shapes = (fake_value(tensor).shape[arguments["dim"]] for tensor in (node, arguments["self"]))
-    return arguments["step"] == 1 and _are_equal(map(_size, shapes))
+    return arguments["step"] == 1 and _are_equal(map(size_expression, shapes))
 
 
 def _text(node: Node) -> str:
@@ -80,4 +76,4 @@ def _number(value: Any) -> str:
 
 def _sizes_read(node: Node) -> str:
     values = [fake_value(used) for used in node.all_input_nodes]
-    return str([tuple(map(_size, value.shape)) for value in values if isinstance(value, torch.Tensor)])
+    return str([size_expressions(value.shape) for value in values if isinstance(value, torch.Tensor)])

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import sympy
 
-from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.input_sizes import size_expression, size_expressions
 
 T = TypeVar("T")
 # Which factor of the rows: for each split, the sizes as text, and 0 for the outer or 1 for the inner factor.
@@ -41,9 +41,12 @@ class Layout:
     dimensions: tuple[Dimension, ...]
 
     @property
+    def factors(self) -> list[Part]:
+        return [factor for dimension in self.dimensions for factor in dimension]
+
+    @property
     def shares(self) -> tuple[Share, ...]:
-        factors = (factor for dimension in self.dimensions for factor in dimension)
-        return tuple(sorted(factor.share for factor in factors if factor.share is not None))
+        return tuple(sorted(factor.share for factor in self.factors if factor.share is not None))
 
     @property
     def has_rows(self) -> bool:
@@ -56,17 +59,17 @@ class Layout:
         return bool(first) and first[0].share == () and len(first) == 1 and len(self.shares) == 1
 
     def has_rows_along(self, dim: int) -> bool:
-        return any(factor.is_rows for factor in self.dimensions[dim])
+        return not is_features(self.dimensions[dim])
 
     @property
     def of_a_row(self) -> tuple[sympy.Expr, ...]:
         """The shape of one row, which does not show the order of rows and features in one dimension."""
-        return tuple(size_of(tuple(each for each in dimension if not each.is_rows)) for dimension in self.dimensions)
+        return tuple(map(features_in, self.dimensions))
 
 
 def rows_first(shape: Sequence[Any]) -> Layout:
     """Return the layout of a tensor [rows, features, ..]."""
-    first, *widths = map(size_expression, shape)
+    first, *widths = size_expressions(shape)
     return Layout(((Part(first, ()),), *map(features, widths)))
 
 
@@ -79,6 +82,14 @@ def features(size: Any) -> Dimension:
     return () if size == 1 else (Part(size),)
 
 
+def is_features(dimension: Dimension) -> bool:
+    return not any(factor.is_rows for factor in dimension)
+
+
+def features_in(dimension: Dimension) -> sympy.Expr:
+    return size_of(tuple(factor for factor in dimension if not factor.is_rows))
+
+
 def size_of(dimension: Dimension) -> sympy.Expr:
     return sympy.expand(sympy.Mul(*(factor.size for factor in dimension)))
 
@@ -87,13 +98,12 @@ def features_per_row(dimension: Dimension) -> int | None:
     """Return the size of `dimension` divided by the number of rows, or None if it does not hold all rows."""
     if [factor.share for factor in dimension if factor.is_rows] != [()]:
         return None
-    return int(sympy.Mul(*(factor.size for factor in dimension if not factor.is_rows)))
+    return int(features_in(dimension))
 
 
 def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
     """Return the layout after a reshape to `shape`, or None if a row would not remain one row."""
-    pending = [factor for dimension in layout.dimensions for factor in dimension]
-    sizes = list(map(size_expression, shape))
+    pending, sizes = layout.factors, size_expressions(shape)
     dimensions = []
     for dim, size in enumerate(sizes):
         taken = _take_none(pending, sizes[dim + 1 :]) if size == 0 else _take(pending, size)
@@ -203,22 +213,13 @@ def broadcast(layouts: Iterable[Layout], shape: Sequence[Any]) -> Layout | None:
     layouts = list(layouts)
     dimensions = []
     for dim in range(-len(shape), 0):
-        size = size_expression(shape[dim])
-        present = {
-            layout.dimensions[dim]
-            for layout in layouts
-            if len(layout.dimensions) >= -dim and size_of(layout.dimensions[dim]) != 1
-        }
-        of_rows = [
-            layout.dimensions[dim]
-            for layout in layouts
-            if len(layout.dimensions) >= -dim and layout.has_rows_along(dim)
-        ]
-        with_rows = {*(dimension for dimension in present if any(factor.is_rows for factor in dimension)), *of_rows}
-        if not with_rows:
-            dimensions.append(features(size))
-        elif len(with_rows) == 1 and present <= with_rows and size_of(next(iter(with_rows))) == size:
-            dimensions.append(next(iter(with_rows)))
+        operands = {layout.dimensions[dim] for layout in layouts if len(layout.dimensions) >= -dim}
+        # Operands of size 1 are broadcast, unless they have a single row.
+        dimension, *others = {each for each in operands if size_of(each) != 1 or not is_features(each)} or {()}
+        if all(map(is_features, (dimension, *others))):
+            dimensions.append(features(shape[dim]))
+        elif not others and size_of(dimension) == size_expression(shape[dim]):
+            dimensions.append(dimension)
         else:
             return None
     result = Layout(tuple(dimensions))
@@ -228,7 +229,7 @@ def broadcast(layouts: Iterable[Layout], shape: Sequence[Any]) -> Layout | None:
 def regrouped(factors: Iterable[T], size: Callable[[T], Any], shape: Iterable[Any]) -> list[tuple[T, ...]] | None:
     """Return the consecutive `factors` that make up each dimension of `shape`, or None if a factor would be cut."""
     remaining, dimensions = list(factors), []
-    for wanted in map(size_expression, shape):
+    for wanted in size_expressions(shape):
         count, product = 0, sympy.Integer(1)
         while product != wanted and count < len(remaining):
             product = sympy.expand(product * size_expression(size(remaining[count])))

@@ -8,17 +8,25 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, nodes_in, several
+from moepass.passes.graph.input_sizes import size_expression, size_expressions
+from moepass.passes.graph.nodes import fake_value, nodes_in, several, tensor_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.ops.arguments import named_arguments, permutation
+from moepass.passes.ops.arguments import (
+    dims_along,
+    indexed_dimensions,
+    is_mask,
+    matrix_operands,
+    named_arguments,
+    permutation,
+)
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.rows.row_layout import (
     Layout,
     broadcast,
     features,
     features_per_row,
+    is_features,
     no_rows,
     reshaped,
     rows_first,
@@ -73,7 +81,7 @@ class RowRules:
             return self._norm(node, first, arguments)
         if has_trait(node, Trait.GROUP_NORM):
             return self._group_norm(node, first, arguments)
-        if base in ("index", "_unsafe_index", "index_select"):
+        if has_trait(node, Trait.LOOKUP):
             return self._looked_up(node, first, arguments)
         if has_trait(node, Trait.PAD, Trait.REPEAT):
             return self._padded(node, base, first, arguments)
@@ -85,7 +93,7 @@ class RowRules:
         value = fake_value(node)
         # Of several results (`frexp`), the first has the broadcast shape; other shapes are those of unread buffers.
         shape = several(value)[0].shape
-        tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
+        tensors = tensor_inputs(node)
         layout = broadcast([self._layout(used) for used in tensors if self._has_rows(used)], shape)
         if layout is None:
             self._refuse(node, "combines rows with other rows")
@@ -97,7 +105,7 @@ class RowRules:
         """Refuse a constant that is not equal for all rows with which it is combined."""
         value = fake_value(constant)
         for dim in range(-value.dim(), 0):
-            if not layout.has_rows_along(dim) or _is_one(value.shape[dim]):
+            if not layout.has_rows_along(dim) or size_expression(value.shape[dim]) == 1:
                 continue
             if not self._is_uniform(constant) and not is_flat(constant, dim):
                 self._refuse(node, f"combines rows with {self._named(constant)}, which differs between rows")
@@ -118,7 +126,7 @@ class RowRules:
         shape = fake_value(node).shape
         new = len(shape) - len(layout.dimensions)
         expanded = [
-            dimension if any(factor.is_rows for factor in dimension) else features(size)
+            features(size) if is_features(dimension) else dimension
             for dimension, size in zip(layout.dimensions, shape[new:], strict=True)
         ]
         result = Layout((*map(features, shape[:new]), *expanded))
@@ -132,8 +140,9 @@ class RowRules:
         self._places[node] = {position: number for position, number in times.items() if number is not None}
 
     def _along(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
-        dims = _dims_of(node, arguments, len(layout.dimensions))
-        if any(layout.has_rows_along(dim) for dim in dims):
+        rank = len(layout.dimensions)
+        dims = dims_along(node, rank) or range(rank)
+        if any(map(layout.has_rows_along, dims)):
             if base == "slice" and fits(layout, fake_value(node)) and arguments.get("step", 1) == 1:
                 self._whole.add(node)
                 return layout
@@ -141,72 +150,59 @@ class RowRules:
         return _layouts_of(fake_value(node), lambda shape: _along_result(layout, dims, shape))
 
     def _join(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
-        tensors = [used for used in nodes_in(list(arguments.values())) if isinstance(fake_value(used), torch.Tensor)]
+        tensors = tensor_inputs(node)
         layouts = [self._layout(used) for used in tensors if self._has_rows(used)]
-        first = layouts[0]
-        ((dim,),) = (_dims_of(node, arguments, len(first.dimensions) + (base == "stack")),)
-        common = {_without(layout, dim) if base != "stack" else layout.dimensions for layout in layouts}
-        if len(common) != 1 or (base != "stack" and any(layout.has_rows_along(dim) for layout in layouts)):
+        (dim,) = dims_along(node, len(layouts[0].dimensions) + (base == "stack")) or [0]
+        # Operands of `stack` do not have its dimension.
+        after = dim if base == "stack" else dim + 1
+        common = {(layout.dimensions[:dim], layout.dimensions[after:]) for layout in layouts}
+        joined = [dimension for layout in layouts for dimension in layout.dimensions[dim:after]]
+        if len(common) != 1 or not all(map(is_features, joined)):
             self._refuse(node, "joins rows with other rows")
-        size = features(fake_value(node).shape[dim])
-        dimensions = list(common.pop())
-        result = Layout((*dimensions[:dim], size, *dimensions[dim:]))
-        operand = Layout(tuple(dimensions)) if base == "stack" else result
+        ((before, behind),) = common
+        result = Layout((*before, features(fake_value(node).shape[dim]), *behind))
+        operand = Layout((*before, *behind)) if base == "stack" else result
         for constant in (used for used in tensors if not self._has_rows(used)):
-            shape = fake_value(constant).shape
+            sizes = size_expressions(fake_value(constant).shape)
             # Unlike elementwise operations, these do not expand operands of size 1.
-            if len(shape) != len(operand.dimensions) or any(
-                operand.has_rows_along(axis) and size_of(operand.dimensions[axis]) != size_expression(size)
-                for axis, size in enumerate(shape)
+            if len(sizes) != len(operand.dimensions) or any(
+                not is_features(dimension) and size_of(dimension) != size
+                for dimension, size in zip(operand.dimensions, sizes, strict=True)
             ):
                 self._refuse(node, f"joins rows with {self._named(constant)}, which does not have all rows")
             self._check_constant(node, constant, operand)
         return result
 
     def _norm(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layouts:
-        count = len(arguments["normalized_shape"])
-        dims = range(len(layout.dimensions) - count, len(layout.dimensions))
-        parameters = nodes_in([value for name, value in arguments.items() if name != "input"])
-        if any(layout.has_rows_along(dim) for dim in dims) or any(map(self._has_rows, parameters)):
-            self._refuse(node, "normalises over rows, not features alone")
+        rank = len(layout.dimensions)
+        dims = range(rank - len(arguments["normalized_shape"]), rank)
+        self._check_norm(node, not any(map(layout.has_rows_along, dims)))
         return _layouts_of(fake_value(node), lambda shape: _along_result(layout, dims, shape))
 
     def _group_norm(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layouts:
-        parameters = nodes_in([value for name, value in arguments.items() if name != "input"])
-        rows = Layout(layout.dimensions[:1])
-        stated = arguments["N"]
-        stated = fake_value(stated) if isinstance(stated, Node) else stated
-        is_by_row = layout.is_by_row and size_of(layout.dimensions[0]) == size_expression(stated)
+        rows = layout.dimensions[:1]
+        self._check_norm(node, layout.is_by_row and size_of(*rows) == size_expression(arguments["N"]))
+        self._places[node] = {("N", 0): 1}
+        return _layouts_of(fake_value(node), lambda shape: Layout((*rows, *map(features, shape[1:]))))
+
+    def _check_norm(self, node: Node, is_by_row: bool) -> None:
+        parameters = nodes_in((node.args[1:], node.kwargs))
         if not is_by_row or any(map(self._has_rows, parameters)):
             self._refuse(node, "normalises over rows, not features alone")
-        self._places[node] = {("N", 0): 1}
-        return _layouts_of(
-            fake_value(node), lambda shape: Layout((*rows.dimensions, *(features(size) for size in shape[1:])))
-        )
 
     def _looked_up(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layout:
-        positions = arguments.get("indices")
-        if positions is None:
-            positions = [None] * (arguments["dim"] % len(layout.dimensions)) + [arguments["index"]]
-        indexed = [dim for dim, index in enumerate(positions) if index is not None]
-        indices = [positions[dim] for dim in indexed]
-        no_masks = all(fake_value(index).dtype is not torch.bool for index in indices)
-        if no_masks and not layout.has_rows and indexed == [0] and self._has_rows(indices[0]):
+        rank, shape = len(layout.dimensions), fake_value(node).shape
+        indexed = {dim % rank: index for dim, index in indexed_dimensions(arguments)}
+        first, end = min(indexed), max(indexed) + 1
+        has_masks = any(map(is_mask, indexed.values()))
+        if not has_masks and not layout.has_rows and [*indexed] == [0] and self._has_rows(indexed[0]):
             # A lookup in a table of constants, with indices that belong to rows.
-            return Layout((*self._layout(indices[0]).dimensions, *layout.dimensions[1:]))
-        adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
-        rows = any(map(self._has_rows, indices)) or any(layout.has_rows_along(dim) for dim in indexed)
-        if rows or not no_masks or not adjacent:
+            return Layout((*self._layout(indexed[0]).dimensions, *layout.dimensions[1:]))
+        is_by_row = any(map(self._has_rows, indexed.values())) or any(map(layout.has_rows_along, indexed))
+        if is_by_row or has_masks or len(indexed) < end - first:
             self._refuse(node, "looks up rows by their indices")
-        new = fake_value(node).dim() - len(layout.dimensions) + len(indexed)
-        start, shape = indexed[0], fake_value(node).shape
-        return Layout(
-            (
-                *layout.dimensions[:start],
-                *(features(size) for size in shape[start : start + new]),
-                *layout.dimensions[indexed[-1] + 1 :],
-            )
-        )
+        looked_up = shape[first : len(shape) - (rank - end)]
+        return Layout((*layout.dimensions[:first], *map(features, looked_up), *layout.dimensions[end:]))
 
     def _padded(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layout:
         shape = fake_value(node).shape
@@ -217,15 +213,14 @@ class RowRules:
             else:
                 start = 2 * (len(layout.dimensions) - 1 - dim)
                 unchanged = all(amount == 0 for amount in arguments["pad"][start : start + 2])
-            if any(factor.is_rows for factor in dimension) and not unchanged:
+            if not is_features(dimension) and not unchanged:
                 self._refuse(node, "adds rows")
         return self._expanded(node, layout)
 
     def _gemm(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
         """Return the layout of a GEMM of rows and one matrix for all, or of a batched GEMM of features of one row."""
-        names = {"addmm": ("mat1", "mat2"), "mm": ("self", "mat2"), "bmm": ("self", "mat2")}[base]
-        left, right = (arguments[name] for name in names)
-        batch = 1 if base == "bmm" else 0
+        left, right, added = matrix_operands(node)
+        batch = int(base == "bmm")
         left_layout, right_layout = self._layout(left), self._layout(right)
         if left_layout.has_rows_along(batch + 1) or right_layout.has_rows_along(batch):
             self._refuse(node, "multiplies and adds up rows")
@@ -239,7 +234,6 @@ class RowRules:
                 self._refuse(node, f"combines rows with {self._named(constant)}, a different matrix for each row")
         leading = (left_layout if left_layout.has_rows else right_layout).dimensions[:batch]
         product = Layout((*leading, left_layout.dimensions[batch], right_layout.dimensions[batch + 1]))
-        added = arguments.get("self") if base == "addmm" else None
         if added is not None:
             if self._has_rows(added):
                 return broadcast([product, self._layout(added)], fake_value(node).shape) or self._refuse(
@@ -252,16 +246,13 @@ class RowRules:
         if not isinstance(node, Node):
             return no_rows(())
         layout = self._layouts.get(node)
-        if isinstance(layout, Layout):
-            return layout
-        value = fake_value(node)
-        return no_rows(value.shape) if isinstance(value, torch.Tensor) else no_rows(())
+        return layout if isinstance(layout, Layout) else no_rows(getattr(fake_value(node), "shape", ()))
 
     def _has_rows(self, node: Node) -> bool:
         return any_rows(self._layouts.get(node))
 
     def _is_uniform(self, node: Node) -> bool:
-        return node in self._uniform or all(map(_is_one, fake_value(node).shape))
+        return node in self._uniform or all(size_expression(size) == 1 for size in fake_value(node).shape)
 
     def _named(self, node: Node) -> str:
         return named(self._copies.get(node, node))
@@ -275,23 +266,14 @@ def any_rows(layouts: Layouts | None) -> bool:
 
 
 def fits(layout: Layout, value: torch.Tensor) -> bool:
-    if len(layout.dimensions) != value.dim():
-        return False
-    return all(
-        size_of(dimension) == size_expression(size)
-        for dimension, size in zip(layout.dimensions, value.shape, strict=True)
-    )
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
+    return size_expressions(value.shape) == [*map(size_of, layout.dimensions)]
 
 
 def is_flat(node: Node, dim: int) -> bool:
     """Return whether all elements along a dimension are equal: it has size 1 or stride 0."""
     value = fake_value(node)
     stride = value.stride(dim)
-    return _is_one(value.shape[dim]) or (isinstance(stride, int) and stride == 0)
+    return size_expression(value.shape[dim]) == 1 or (isinstance(stride, int) and stride == 0)
 
 
 def has_symbols(value: Any) -> bool:
@@ -301,25 +283,6 @@ def has_symbols(value: Any) -> bool:
         if isinstance(item, torch.Tensor)
         for size in item.shape
     )
-
-
-def _dims_of(node: Node, arguments: dict[str, Any], number: int) -> list[int]:
-    """Return the dimensions, of `number`, along which `node` acts."""
-    name = next((name for name in ("dim", "dims") if name in arguments), None)
-    dims = arguments[name] if name is not None else _default_dim(node)
-    if dims is None or dims == []:
-        return list(range(number))
-    return [dim % max(1, number) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
-
-
-def _default_dim(node: Node) -> Any:
-    """Return the default of `dim` or `dims`; None if the operator has neither and acts along all dimensions."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    return next((argument.default_value for argument in schema.arguments if argument.name in ("dim", "dims")), None)
-
-
-def _without(layout: Layout, dim: int) -> tuple[Any, ...]:
-    return layout.dimensions[:dim] + layout.dimensions[dim + 1 :]
 
 
 def _along_result(layout: Layout, dims: Sequence[int], shape: Sequence[Any]) -> Layout | None:

@@ -7,12 +7,14 @@ size 1 before the last dimension of rows are omitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import sympy
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.rows.row_layout import Dimension, Layout, Part, size_of
+from moepass.passes.rows.row_layout import Dimension, Layout, Part, is_features, size_of
 
 
 def is_innermost(dimension: Dimension) -> bool:
@@ -27,12 +29,16 @@ def rows_dim(layout: Layout) -> int:
 
 def features_behind(layout: Layout) -> list[int]:
     """Return the sizes of the dimensions after the rows. Raises NotThisForm if there are features elsewhere."""
-    last = rows_dim(layout)
-    front = layout.dimensions[: last + 1]
-    is_plain = all(factor.is_rows for dimension in front for factor in dimension)
-    if not is_plain or any(layout.has_rows_along(dim) for dim in range(last + 1, len(layout.dimensions))):
+    behind = rows_dim(layout) + 1
+    is_plain = all(factor.is_rows for dimension in layout.dimensions[:behind] for factor in dimension)
+    if not is_plain or not all(map(is_features, layout.dimensions[behind:])):
         raise NotThisForm("it has features before its rows, or in one dimension with them")
-    sizes = [size_of(dimension) for dimension in layout.dimensions[last + 1 :]]
+    return fixed_sizes(map(size_of, layout.dimensions[behind:]))
+
+
+def fixed_sizes(sizes: Iterable[sympy.Expr]) -> list[int]:
+    """Return sizes of features as numbers. Raises NotThisForm if they depend on symbols."""
+    sizes = list(sizes)
     if not all(size.is_Integer for size in sizes):
         raise NotThisForm("it has a number of features that is only known at run time")
     return list(map(int, sizes))
@@ -50,15 +56,14 @@ def dim_in_front(layout: Layout, dim: int) -> int:
 def shape_in_place(layout: Layout, total: Any) -> list[Any]:
     """Return a branch's shape for `total` rows: the innermost dimension of rows has all, its other ones size 1."""
     return [
-        total if is_innermost(dimension) else 1 if any(each.is_rows for each in dimension) else int(size_of(dimension))
+        total if is_innermost(dimension) else int(size_of(dimension)) if is_features(dimension) else 1
         for dimension in layout.dimensions
     ]
 
 
 def row_parts(layout: Layout) -> list[Part]:
     """Return the factors of the rows, outermost first."""
-    factors = [factor for dimension in layout.dimensions for factor in dimension if factor.is_rows]
-    return sorted(factors, key=lambda factor: factor.share or ())
+    return sorted((factor for factor in layout.factors if factor.is_rows), key=lambda factor: factor.share or ())
 
 
 def trailing(shape: Sequence[Any], behind: int) -> list[Any]:

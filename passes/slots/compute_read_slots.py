@@ -21,7 +21,6 @@ Pseudo-code
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import sympy
@@ -34,16 +33,15 @@ from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
-from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import named
+from moepass.passes.graph.not_this_form import NotThisForm, refuse
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.ops.traits import Trait, draws_random_numbers, has_trait, mutates
-from moepass.passes.ops.walk import ancestors, first_inputs
-from moepass.passes.slots.read_table import ReadTable, even_groups, ids_of_lookup, is_lookup_of_rows, read_table
+from moepass.passes.ops.traits import Trait, draws_random_numbers, mutates
+from moepass.passes.ops.walk import ancestors
+from moepass.passes.slots.read_table import ReadTable, even_groups, lookup_of_rows, read_table, without_views
 from moepass.passes.slots.rows_of_lookups import RowsOfLookups, nodes_between
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 @graph_pass(conflicts={"blocks"})
@@ -68,7 +66,6 @@ def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) ->
             matches.append(block_name)
     if not matches:
         return PassResult(module, plan)
-    changed.graph.lint()
     changed.recompile()
     return PassResult(changed, plan, tuple(matches))
 
@@ -92,58 +89,59 @@ def _rewrite_batched(module: GraphModule, name: str) -> tuple[GraphModule, str] 
 
 
 def _has_slots(match: BlockMatch) -> bool:
-    try:
-        even_groups(match.gemms[-1].key)
-    except NotThisForm:
-        return False
-    return match.record.form == "grouped_mm"
+    return match.record.form == "grouped_mm" and even_groups(match.gemms[-1].key) is not None
 
 
 def _move_lookups(graph: Graph, match: BlockMatch) -> None:
     """Move the lookups of a block's slots before its experts. Raises NotThisForm, with the graph unchanged."""
-    experts, capacity = even_groups(match.gemms[-1].key)
-    slots = size_expression(fake_value(match.gemms[0].activations).shape[0])
+    ends, rows = match.gemms[-1].key, match.gemms[0].activations
+    groups = even_groups(ends)
+    if groups is None:
+        refuse(ends, "does not say that all experts have as many rows")
+    experts, capacity = groups
+    slots = size_expression(fake_value(rows).shape[0])
     if slots == 1 or sympy.expand(experts * size_expression(capacity) - slots) != 0 or experts != match.record.experts:
         raise NotThisForm("its experts compute rows that are no slots")
     reads = read_table(match)
-    if not _saves_rows(reads, fake_value(match.gemms[0].activations).shape[0]):
+    if not _saves_rows(reads, fake_value(rows).shape[0]):
         raise NotThisForm("more rows are looked up than there are slots")
-    first = reads.lookups[0]
+    first = reads.lookups[0].node
     _move_ids(reads, first)
-    first_gemms = [gemm.node for gemm in match.gemms if gemm.activations is match.gemms[0].activations]
+    first_gemms = [gemm.node for gemm in match.gemms if gemm.activations is rows]
     inside = nodes_between(first_gemms, reads.slots)
     writer = GraphWriter(graph, first)
     try:
         with graph.inserting_before(first):
             results = _LookupWriter(writer, match, reads, experts, capacity).write(inside)
             for lookup, result in zip(reads.lookups, results, strict=True):
-                old, new = fake_value(lookup), fake_value(result)
+                old, new = fake_value(lookup.node), fake_value(result)
                 if (old.dtype, str(old.shape)) != (new.dtype, str(new.shape)):
                     raise NotThisForm(f"its result would be {list(new.shape)}, not {list(old.shape)}")
     except NotThisForm:
         writer.erase()
         raise
     for lookup, result in zip(reads.lookups, results, strict=True):
-        lookup.replace_all_uses_with(result)
-        erase_unread(graph, lookup)
+        lookup.node.replace_all_uses_with(result)
+        erase_unread(graph, lookup.node)
     assert match.gemms[-1].node not in graph.nodes, "only the lookups read the slots"
 
 
 def _move_ids(reads: ReadTable, first: Node) -> None:
     """Move the computation of all lookups' indices before the lookup `first`. Raises NotThisForm."""
-    late = list(ancestors(*(ids for ids in reads.ids if not ids < first), follow=lambda used: not used < first))
+    late_ids = (lookup.ids for lookup in reads.lookups if not lookup.ids < first)
+    late = list(ancestors(*late_ids, follow=lambda used: not used < first))
     for node in late:
-        if node in reads.lookups:
+        if any(node is lookup.node for lookup in reads.lookups):
             raise NotThisForm("the indices of a lookup depend on the result of another one")
         if mutates(node) or draws_random_numbers(node) or communication_of(node) is not None:
-            raise NotThisForm(f"{named(node)} cannot be moved")
+            refuse(node, "cannot be moved")
     for node in sorted(late):
         first.prepend(node)
 
 
 def _saves_rows(reads: ReadTable, slots: Any) -> bool:
     """Return whether at most as many rows are looked up as there are slots, by known sizes and hints."""
-    read = sum(fake_value(ids).numel() for ids in reads.ids)
+    read = sum(fake_value(lookup.ids).numel() for lookup in reads.lookups)
     if any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in (read, slots)):
         return True
     read_hint, slots_hint = (size.node.hint if isinstance(size, torch.SymInt) else size for size in (read, slots))
@@ -167,30 +165,24 @@ class _LookupWriter:
         sorted_experts = writer.emit(aten.sort.stable, expert, stable=True)
         sorted_expert, order = writer.getitem(sorted_experts, 0), writer.getitem(sorted_experts, 1)
         count = writer.size(order, 0)
-        every = writer.arange(self._slots(), self.device)
+        every = writer.arange(writer.size(self.rows, 0), self.device)
         slot = writer.emit(aten.index.Tensor, self._read_numbers(self._with_fillers(every, 0)), [order])
         computed = RowsOfLookups(
             writer,
             {gemm.node: gemm for gemm in self.match.gemms},
-            {self.rows: self._rows_of_slots(self.rows, slot)},
-            size_expression(fake_value(self.rows).shape[0]),
+            self.rows,
+            self._rows_of_slots(self.rows, slot),
             count,
             self._ends(sorted_expert, count),
-            lambda used: self._rows_of_slots(used, slot),
+            lambda source: self._rows_of_slots(source, slot),
         ).write(inside)
         if reads.fill is not None:
             value = fake_value(computed)
             column = writer.emit(aten.eq.Scalar, sorted_expert, self.experts)
             for _ in range(value.dim() - 1):
                 column = writer.emit(aten.unsqueeze.default, column, -1)
-            fill = writer.emit(aten.scalar_tensor.default, reads.fill, dtype=value.dtype, device=self.device)
-            computed = writer.emit(aten.where.self, column, fill, computed)
-        memory = writer.emit(aten.empty_like.default, order)
-        inverse = writer.emit(aten.index_put.default, memory, [order], writer.arange(count, self.device))
-        return self._split_by_lookup(writer.emit(aten.index.Tensor, computed, [inverse]))
-
-    def _slots(self) -> Any:
-        return self.writer.size(self.rows, 0)
+            computed = writer.emit(aten.where.self, column, writer.scalar(reads.fill, computed), computed)
+        return self._split_by_lookup(writer.restore_order(computed, order))
 
     def _expert_of_slots(self) -> Node:
         """Return the expert of each row of the table; the number of experts for rows that are no slots."""
@@ -211,9 +203,9 @@ class _LookupWriter:
     def _read_numbers(self, table: Node) -> Node:
         """Return the numbers in `table` at the indices of all lookups, concatenated."""
         read = []
-        for lookup, ids in zip(self.reads.lookups, self.reads.ids, strict=True):
-            indices = (0, ids) if is_call(lookup, aten.index_select.default) else ([ids],)
-            numbers = self.writer.emit(lookup.target, table, *indices)  # type: ignore[arg-type]
+        for lookup in self.reads.lookups:
+            indices = (0, lookup.ids) if is_call(lookup.node, aten.index_select.default) else ([lookup.ids],)
+            numbers = self.writer.emit(lookup.node.target, table, *indices)  # type: ignore[arg-type]
             is_vector = fake_value(numbers).dim() == 1
             read.append(numbers if is_vector else self.writer.emit(aten.reshape.default, numbers, [-1]))
         return read[0] if len(read) == 1 else self.writer.emit(aten.cat.default, read)
@@ -221,20 +213,15 @@ class _LookupWriter:
     def _split_by_lookup(self, rows: Node) -> list[Node]:
         writer, results = self.writer, []
         start: Any = 0
-        for ids in self.reads.ids:
-            value, result = fake_value(ids), rows
+        for lookup in self.reads.lookups:
+            sizes = [writer.size(lookup.ids, dim) for dim in range(fake_value(lookup.ids).dim())]
+            result = rows
             if len(self.reads.lookups) > 1:
-                sizes = [writer.size(ids, dim) for dim in range(value.dim())]
-                count: Any = 1
-                for size in sizes:
-                    count = writer.product(count, size)
-                is_number = isinstance(start, int) and isinstance(count, int)
-                end = start + count if is_number else writer.emit(operator.add, start, count)
+                end = writer.sum(start, writer.product(*sizes))
                 result = writer.emit(aten.slice.Tensor, rows, 0, start, end)
                 start = end
-            if value.dim() != 1:
-                features = [int(size) for size in fake_value(rows).shape[1:]]
-                result = writer.viewed(result, [*(writer.size(ids, dim) for dim in range(value.dim())), *features])
+            if len(sizes) != 1:
+                result = writer.viewed(result, [*sizes, *map(int, fake_value(rows).shape[1:])])
             results.append(result)
         return results
 
@@ -247,16 +234,15 @@ class _LookupWriter:
         ones = writer.emit(aten.full.default, [count], 1, **like)
         counts = writer.emit(aten.scatter_add.default, counts, 0, sorted_expert, ones)
         sizes = writer.emit(aten.slice.Tensor, counts, 0, 0, self.experts)
-        return writer.emit(prims.convert_element_type.default, writer.emit(aten.cumsum.default, sizes, 0), torch.int32)
+        return writer.cast(writer.emit(aten.cumsum.default, sizes, 0), torch.int32)
 
     def _rows_of_slots(self, source: Node, slot: Node) -> Node:
         """Return rows `slot` of `source`, looked up in the original table if `source` is itself a lookup."""
         if source not in self._rows_by_source:
             table, ids = source, slot
-            origin = _before_views(source)
-            if is_lookup_of_rows(origin) and fake_value(ids_of_lookup(origin)[1]).dim() == 1:
-                table, numbers = ids_of_lookup(origin)
-                ids = self._rows_of_slots(numbers, slot)
+            lookup = lookup_of_rows(without_views(source, Trait.RESHAPE))
+            if lookup is not None and fake_value(lookup.ids).dim() == 1:
+                table, ids = lookup.table, self._rows_of_slots(lookup.ids, slot)
             self._rows_by_source[source] = self.writer.emit(aten.index.Tensor, self._nonempty(table), [ids])
         return self._rows_by_source[source]
 
@@ -265,8 +251,8 @@ class _LookupWriter:
         value = fake_value(table)
         if self.reads.fill is None or _is_positive(value.shape[0]):
             return table
-        features = [int(size) for size in value.shape[1:]]
-        row = self.writer.emit(aten.full.default, [1, *features], 0, dtype=value.dtype, device=self.device)
+        shape = [1, *map(int, value.shape[1:])]
+        row = self.writer.emit(aten.full.default, shape, 0, dtype=value.dtype, device=self.device)
         return self.writer.emit(aten.cat.default, [table, row])
 
 
@@ -274,10 +260,3 @@ def _is_positive(size: Any) -> bool:
     if isinstance(size, torch.SymInt):
         return bool(size.node.shape_env.bound_sympy(size.node.expr).lower >= 1)
     return bool(size >= 1)
-
-
-def _before_views(node: Node) -> Node:
-    """Return the first tensor in the chain of views that ends at `node` with the same shape."""
-    shape = [*map(size_expression, fake_value(node).shape)]
-    viewed = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE))
-    return [source for source in viewed if [*map(size_expression, fake_value(source).shape)] == shape][-1]

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
-import sympy
 import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import ExpertGemm, is_grouped_gemm
 from moepass.passes.graph.graph_writer import GraphWriter
-from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, map_nodes, several
-from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import named
+from moepass.passes.graph.not_this_form import refuse
+from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
-from moepass.passes.ops.walk import ancestors
+from moepass.passes.ops.walk import ancestors, descendants
 from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
 from moepass.passes.rows.row_rules import Layouts, RowRules, fits
 from moepass.passes.rows.rows_in_front import features_behind
@@ -28,38 +27,33 @@ from moepass.passes.rows.rows_in_front import features_behind
 
 def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
     """Return, in graph order, the nodes from `starts` to `end`, including those of `starts` that `end` needs."""
-    depends = set(starts)
-    for node in end.graph.nodes:
-        if any(used in depends for used in node.all_input_nodes):
-            depends.add(node)
-        if node is end:
-            break
+    depends = set(descendants(*starts, follow=lambda user: not end < user))
     return sorted(ancestors(end, follow=depends.__contains__, stop=starts.__contains__)) if end in depends else []
 
 
 class RowsOfLookups(RowRules):
-    """A writer that computes `count` new rows in place of the `slots`.
+    """A writer that computes `count` new `rows` in place of the slots, which are the rows of `slots`.
 
-    `rows` maps the first operands to their new rows, `gemms` has the experts' GEMMs, and `ends` the ends of these
-    new rows. `looked_up` returns the new rows of another operand that has one row for each slot.
+    `gemms` has the experts' GEMMs, and `ends` the ends of their new rows. `look_up` returns the new rows of another
+    operand that has one row for each slot.
     """
 
     def __init__(
         self,
         writer: GraphWriter,
         gemms: Mapping[Node, ExpertGemm],
-        rows: Mapping[Node, Node],
-        slots: sympy.Expr,
+        slots: Node,
+        rows: Node,
         count: Any,
         ends: Node,
-        looked_up: Callable[[Node], Node],
+        look_up: Callable[[Node], Node],
     ) -> None:
-        super().__init__((), {})
-        self.writer, self.slots, self.count, self.ends = writer, slots, count, ends
+        super().__init__([slots], {})
+        self.writer, self.count, self.ends = writer, count, ends
+        self._slot_count = size_expression(fake_value(slots).shape[0])
         self._gemms = gemms
-        self._look_up = looked_up
-        self._values: dict[Node, Node] = dict(rows)
-        self._layouts.update({node: rows_first(fake_value(node).shape) for node in rows})
+        self._look_up = look_up
+        self._values: dict[Node, Node] = {slots: rows}
 
     def write(self, nodes: Iterable[Node]) -> Node:
         """Write `nodes` for the new rows; return the last. Raises NotThisForm."""
@@ -75,26 +69,20 @@ class RowsOfLookups(RowRules):
         gemm = self._gemms[node]
         if not is_grouped_gemm(node) or not self._layout(gemm.activations).is_by_row:
             self._refuse(node, "is not a grouped GEMM of the slots")
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        extra = {name: value for name, value in arguments.items() if name not in names[:3] and value is not None}
+        _, (_, weights), _, *others = all_arguments(node).items()
+        extra = {name: value for name, value in others if value is not None}
         if any(isinstance(value, Node) for value in extra.values()):
             self._refuse(node, "adds something to its products")
         self._layouts[node] = rows_first(fake_value(node).shape)
-        return self.writer.emit(
-            node.target,  # type: ignore[arg-type]
-            self._values[gemm.activations],
-            arguments[names[1]],
-            self.ends,
-            **extra,
-        )
+        rows = self._values[gemm.activations]
+        return self.writer.emit(node.target, rows, weights, self.ends, **extra)  # type: ignore[arg-type]
 
     def _step(self, node: Node, inside: set[Node]) -> Node:
         base = base_operation(node)
         if has_trait(node, Trait.ITEM):
             source, position = node.args
             assert isinstance(source, Node)
-            self._layouts[node] = several(self._layouts[source])[position]  # type: ignore[index]
+            self._layouts[node] = self.with_rows(node)
             return self.writer.getitem(self._values[source], position)  # type: ignore[arg-type]
         self._check_operator(node, base)
         for used in node.all_input_nodes:
@@ -141,7 +129,7 @@ class RowsOfLookups(RowRules):
         value = fake_value(used)
         if used in self._values or used in inside or not isinstance(value, torch.Tensor):
             return
-        if value.dim() > 0 and size_expression(value.shape[0]) == self.slots:
+        if value.dim() > 0 and size_expression(value.shape[0]) == self._slot_count:
             self._layouts[used] = rows_first(value.shape)
             self._values[used] = self._look_up(used)
         else:
@@ -161,11 +149,11 @@ class RowsOfLookups(RowRules):
         for layout, old, new in triples:
             assert isinstance(layout, Layout)
             expected = [size_expression(self.count), *features_behind(layout)]
-            if [*map(size_expression, new.shape)] != expected or new.dtype != old.dtype:
+            if size_expressions(new.shape) != expected or new.dtype != old.dtype:
                 self._refuse(node, "has another shape or type for other rows")
 
     def _new_rows(self, node: Node) -> Node:
         return next(self._values[used] for used in node.all_input_nodes if self._has_rows(used))
 
     def _refuse(self, node: Node, what: str) -> NoReturn:
-        raise NotThisForm(f"{named(node)} {what}")
+        refuse(node, what)

@@ -121,6 +121,17 @@ class TwoChoices(EinsumDense):
         return super().weights(hidden) + super().weights(hidden.flip(1))
 
 
+class NumberedFeatures(EinsumDense):
+    """Ids are compared with numbers of the features of all experts, of which those of expert 0 equal ids."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        up = torch.einsum("th,ehf->tef", hidden, self.up)
+        results = torch.einsum("tef,efh->teh", self.activate(up), self.down)
+        _, ids = self.choose(hidden)
+        numbers = torch.arange(self.experts * self.hidden).view(self.experts, self.hidden)
+        return (results * (ids[:, :, None, None] == numbers).any(1)).sum(1)
+
+
 class BiasedLlama4(Llama4Dense):
     """An expert returns non-zero values for a row of zeros."""
 
@@ -159,6 +170,7 @@ class MeanOverTokens(GptOssDense):
         FewTokens,
         ChosenByTokens,
         TwoChoices,
+        NumberedFeatures,
         BiasedLlama4,
         NormOfZeros,
     ],
