@@ -31,10 +31,8 @@ from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import SYMBOL_SIZES, MockBlock
 from moepass.passes.parallel.mock.small_copy import BlockCopier, SmallCopy
 from moepass.passes.parallel.mock.small_guess import Guess, SmallMock
-from moepass.passes.parallel.mock.small_sizes import Scale
+from moepass.passes.parallel.mock.small_sizes import Scale, own_rows_of
 from moepass.passes.rows.row_layout import ratio
-
-_AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())
 
 
 def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
@@ -45,7 +43,7 @@ def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
 
 def _tokens(block: ParallelBlock) -> sympy.Expr | None:
     """Return this rank's number of tokens (else rows) or slots per expert if it is computed before a run; else None."""
-    rows = fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
+    rows = own_rows_of(block)
     if not isinstance(rows, torch.SymInt):  # slots
         return None
     if block.form == "all_to_all_slots":
@@ -65,7 +63,7 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
 class _Renamer(BlockCopier):
     def __init__(self, mock: MockBlock, tokens: sympy.Expr) -> None:
         self._new_symbol = sympy.Symbol("own_tokens", integer=True, nonnegative=True)
-        as_captured = SmallMock(mock, _AS_CAPTURED)
+        as_captured = SmallMock(mock, Scale())
         as_captured.sizes = {**mock.sizes, self._new_symbol: SYMBOL_SIZES[0]}
         super().__init__(as_captured, Guess())
         self._block, self._result = mock.block, mock.result

@@ -12,7 +12,6 @@ Structural numbers are factors by which every run repeats its tokens: ranks, exp
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -27,16 +26,16 @@ from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.value_range import Range
 
 # From this number on, the bound of a slice means the end of any tensor.
-_END = 2**31
+END = 2**31
 CHANGE = "let nothing between the collectives of the experts depend on it"
 
 
 def structural_numbers(block: ParallelBlock) -> frozenset[int]:
     """Return the numbers of ranks and of experts per token, and their product; for slots also numbers of experts."""
-    counts = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
+    counts = {1, block.top_k}
     if block.form == "all_to_all_slots":
-        counts += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
-    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in (1, *counts))
+        counts |= {block.experts, *block.expert_counts}
+    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in counts)
 
 
 def token_numbers(block: ParallelBlock) -> frozenset[int]:
@@ -56,13 +55,13 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
         _check_view(node, list(shape), list(fake_value(node).shape), structural)
     elif name == "slice.Tensor":
         ends = [arguments.get("start"), arguments.get("end")]
-        constants = [end for end in ends if isinstance(end, int) and abs(end) < _END and end not in tokens]
+        constants = [end for end in ends if isinstance(end, int) and abs(end) < END and end not in tokens]
         _check(node, "slices at", shape, arguments, [*constants, arguments.get("step", 1)])
     elif name in ("select.int", "select_scatter"):
         _check(node, "selects", shape, arguments, [arguments["index"]])
     elif name == "slice_scatter":
         ends = [arguments.get("start"), arguments.get("end"), arguments.get("step", 1)]
-        _check(node, "writes at", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
+        _check(node, "writes at", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < END])
     elif has_trait(node, Trait.SPLIT):
         sizes = next((arguments[name] for name in ("split_size", "split_sizes", "chunks") if name in arguments), ())
         _check(node, "splits at", shape, arguments, sizes if isinstance(sizes, (list, tuple)) else [sizes])
