@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.nodes import fake_value, map_nodes
 from moepass.passes.ops.arguments import replace_numbers
 from moepass.passes.parallel.mock.feature_flow import feature_dependent_node
@@ -108,49 +107,32 @@ class BlockCopier:
         region, written = self.calls(block.region), self.calls(local.written)
         for node in (*region, *written):
             self._call(node)
-        of = self._nodes.__getitem__
+        for exchange in block.exchanges:
+            for node in (exchange.node, exchange.input, exchange.result):
+                if node not in self._nodes:
+                    raise NoSmallCopy(f"its exchange {exchange.node.name} uses {node.name}, which is outside it")
         widths = zip(block.gemms, self._small.widths, strict=True)
-        gemms = tuple(
-            dataclasses.replace(
-                gemm,
-                node=of(gemm.node),
-                key=of(gemm.key),
-                weights=of(gemm.weights),
-                activations=of(gemm.activations),
-                inner=inner,
-                outer=outer,
-            )
-            for gemm, (inner, outer) in widths
-        )
-        small_block = dataclasses.replace(
-            block,
-            gemms=gemms,
-            expert_tensors=tuple(map(of, block.expert_tensors)),
-            sources={role: of(node) for role, node in block.sources.items()},
-            sink=of(block.sink),
-            exchanges=tuple(map(self._exchange, block.exchanges)),
-            region=tuple(map(of, region)),
-        )
+        gemms = [dataclasses.replace(gemm, inner=inner, outer=outer) for gemm, (inner, outer) in widths]
+        small_block = self._mapped(dataclasses.replace(block, gemms=tuple(gemms), region=tuple(region)))
         small_local = copy.copy(local)
-        small_local.block = small_block
-        small_local.graph = self._graph
-        small_local.complete = {of(shard): of(complete) for shard, complete in local.complete.items()}
-        small_local.gemms = {of(node): number for node, number in local.gemms.items()}
-        small_local.written = [of(node) for node in written]
-        small_local.copied, small_local.left_out = set(map(of, local.copied)), set(map(of, local.left_out))
-        small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
-        small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
-        small_local.end, small_local.weighting = of(local.end), set(map(of, local.weighting))
-        small_local.travelling = tuple(map(of, local.travelling))
-        small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
-        small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
-        small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}
-        small_local.sizes = {
-            of(size): of(rows) if isinstance(rows, Node) else rows for size, rows in local.sizes.items()
-        }
-        small_local.unmasked = {of(mask): of(masked) for mask, masked in local.unmasked.items()}
-        mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
+        vars(small_local).update(self._mapped({**vars(local), "written": list(written)}))
+        small_local.block, small_local.graph = small_block, self._graph
+        functions = self._mapped(self._small.functions)
+        mock = MockBlock(small_block, small_local, self._nodes[self._small.result], functions)
         return SmallCopy(mock, {self._nodes[node] for node in data if node in self._nodes})
+
+    def _mapped(self, value: Any) -> Any:
+        """Return `value`, a nesting of records and containers, with each node replaced by its copy, if it has one."""
+        if isinstance(value, Node):
+            return self._nodes.get(value, value)
+        if isinstance(value, dict):
+            return {self._mapped(key): self._mapped(item) for key, item in value.items()}
+        if isinstance(value, (tuple, list, set, frozenset)):
+            return type(value)(map(self._mapped, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = (field.name for field in dataclasses.fields(value))
+            return dataclasses.replace(value, **{name: self._mapped(getattr(value, name)) for name in names})
+        return value
 
     def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Return the `nodes` of the block or the local form that the copy calls. The remaining nodes become leaves."""
@@ -159,16 +141,6 @@ class BlockCopier:
     def expression(self, size: torch.SymInt) -> Any:
         """Return the expression of a captured size in the copy."""
         return size.node.expr
-
-    def _exchange(self, exchange: Collective) -> Collective:
-        of = self._nodes.__getitem__
-        for node in (exchange.node, exchange.input, exchange.result):
-            if node not in self._nodes:
-                raise NoSmallCopy(f"its exchange {exchange.node.name} uses {node.name}, which is outside it")
-        # Readers of the sizes to send and receive take them from the node.
-        return dataclasses.replace(
-            exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()
-        )
 
     def _call(self, node: Node) -> None:
         origin = self._small.local.origins.get(node, node)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from moepass.passes.graph.nodes import fake_value, map_nodes
 from moepass.passes.ops.arguments import UNNAMED, replace_numbers
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.parallel_block import bias_after
-from moepass.passes.parallel.mock.mock_run import Answer, ContractBroken, MockBlock, MockRun, concrete
+from moepass.passes.parallel.mock.mock_run import Answer, ContractBroken, MockBlock, MockRun, Steps, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
 from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
 
@@ -172,26 +172,13 @@ class _GuessingRun(MockRun):
         self.choices: list[tuple[Node, int, int]] = []
         self._compares_shapes = False
 
-    def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
-        return self._comparing(lambda: super(_GuessingRun, self).run_block(sources, answer))
-
-    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
-        return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources))
-
-    def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        # These rows are not those of the captured block, so their shapes differ.
-        before, self._compares_shapes = self._compares_shapes, False
+    def _evaluate(self, steps: Steps, sources: Mapping[Node, Any], answer: Answer) -> Any:
+        # Experts alone compute other rows than those of the captured block, so their shapes differ.
+        before, self._compares_shapes = self._compares_shapes, steps is not self.mock.experts
         try:
-            return super().experts(rows, ids, travelling)
+            return super()._evaluate(steps, sources, answer)
         finally:
             self._compares_shapes = before
-
-    def _comparing(self, run: Callable[[], Any]) -> Any:
-        self._compares_shapes = True
-        try:
-            return run()
-        finally:
-            self._compares_shapes = False
 
     def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         if node in self.mock.weights:
