@@ -52,7 +52,11 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
     text = CanonicalText(describe_leaf)
     for node in leaves:
         text.add_source(node)
-    needed = _needed(local, leaves, flow)
+
+    def is_needed(node: Node) -> bool:
+        return node not in leaves and node.op == "call_function" and node not in flow.sizes
+
+    needed = set(filter(is_needed, ancestors(local.outputs, follow=is_needed)))
     for node in local.written:
         if node in needed and node in flow.full_slices:
             text.add_alias(node, node.all_input_nodes[0])
@@ -68,13 +72,6 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
 
 def _kind(exchange: Collective) -> str:
     return f"{exchange.kind} of a mask" if OF_MASK_KEY in exchange.node.meta else exchange.kind
-
-
-def _needed(local: LocalForm, leaves: Mapping[Node, str], flow: RowFlow) -> set[Node]:
-    def is_needed(node: Node) -> bool:
-        return node not in leaves and node.op == "call_function" and node not in flow.sizes
-
-    return set(filter(is_needed, ancestors(local.outputs, follow=is_needed)))
 
 
 class _Sizes:
