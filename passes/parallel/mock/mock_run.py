@@ -27,7 +27,6 @@ from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.scenarios import Scenario
-from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
 
@@ -269,7 +268,7 @@ def _spoil(memory: torch.Tensor) -> None:
     elif memory.dtype is torch.bool:
         memory.bernoulli_(0.5, generator=torch.Generator().manual_seed(0))
     else:
-        memory.fill_(UNWRITTEN.get(memory.dtype, torch.iinfo(memory.dtype).max))
+        memory.fill_(torch.iinfo(memory.dtype).max)
 
 
 def _rows_and_ends(gemm: Node) -> tuple[Node, Node]:

@@ -38,16 +38,17 @@ from torch.fx import Node
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.ops.arguments import is_accumulating_write, is_mask, named_arguments
+from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import indexed_dimensions, is_accumulating_write, is_mask, named_arguments
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
-from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
+from moepass.passes.parallel.ranges.growing_sizes import grows_in_size, refuse
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
 # Operators that compute each element from the elements at its position.
 _BY_ELEMENT = (Trait.ELEMENTWISE, Trait.ITEM, Trait.WAIT)
 # Limit on the number of combinations that runs must try.
 _MOST_COMBINATIONS = 64
-_CHANGE = "let nothing between the collectives of the experts depend on both"
+_ADVICE = "let nothing between the collectives of the experts depend on both"
 
 
 class State(enum.IntEnum):
@@ -83,10 +84,14 @@ class _JointValues:
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """A value with bounds. It counts as a mask with `outcomes` among -1 (below), 0 (inside) and 1 (above)."""
+    """A value with bounds. It counts as a mask with `outcomes` among -1 (below), 0 (inside) and 1 (above).
+
+    `seen` are those that it had in runs.
+    """
 
     value: Node
     outcomes: frozenset[int]
+    seen: set[int] = dataclasses.field(default_factory=set)
 
 
 class JointMasks:
@@ -104,7 +109,6 @@ class JointMasks:
         # Nodes whose values in a run are kept.
         self._watched: set[Node] = set()
         self._values: dict[Node, torch.Tensor] = {}
-        self._outcomes: dict[Node, set[int]] = {}
         # Masks with a fixed number of elements, and for each outcome the elements that had it in some run.
         self._by_element: dict[Node, dict[int, torch.Tensor]] = {}
 
@@ -113,17 +117,17 @@ class JointMasks:
 
         `by_row` says that each of its rows depends only on the same row of its inputs, as in a GEMM.
         """
+        inverted = {used for used in node.all_input_nodes if self._is_inverted(node, used)}
         # The inverse of a permutation of two elements has the values 0 and 1, but is no mask.
-        inverts = any(self._is_inverted(node, used) for used in node.all_input_nodes)
-        if values is not None and _is_binary(node, values) and not inverts:
+        if values is not None and _is_binary(node, values) and not inverted:
             self._uses[node] = frozenset({_as_mask(node, values)})
             return
         if values is not None and values.uniform:
             self._uses[node] = frozenset()
             return
-        inputs = [used for used in node.all_input_nodes if not self._is_inverted(node, used)]
         # Runs do not compute constants of the activation function, which are equal for all rows (row_flow.py).
-        inputs = [used for used in inputs if not (by_row and values is None and used.op == "get_attr")]
+        computes = values is not None or not by_row
+        inputs = [used for used in node.all_input_nodes if used not in inverted and (computes or used.op != "get_attr")]
         uses = [self._uses_of(used) for used in inputs]
         if base_operation(node) == "searchsorted":
             # The result is a sum of comparisons.
@@ -151,12 +155,8 @@ class JointMasks:
         outcomes = frozenset({0, *([-1] if below else []), *([1] if above else [])})
         self._bounds[node] = _Bound(value, outcomes)
         self._watched.update((node, value))
-        self._outcomes[node] = set()
-        use = MaskUse(node, node, State.ALIGNED)
-        uses = self._uses[node]
-        self._uses[node] = uses | {use}
-        if uses:
-            self._add_joint_values(node, self._uses[node])
+        self._uses[node] |= {MaskUse(node, node, State.ALIGNED)}
+        self._add_joint_values(node, self._uses[node])
 
     def observe(self, node: Node, value: Any) -> None:
         """Record the value of `node` in a run, after the masks on which it depends."""
@@ -168,29 +168,25 @@ class JointMasks:
     def check(self) -> None:
         """Raise NotThisForm for the first masks of which the runs did not have every combination."""
         for node, bound in self._bounds.items():
-            missing = bound.outcomes - self._outcomes[node]
+            missing = bound.outcomes - bound.seen
             if missing:
                 side = {-1: "below its bounds", 0: "within its bounds", 1: "above its bounds"}[min(missing)]
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) bounds a value that was never {side} in sample runs, and may be with "
-                    "other numbers of tokens; let nothing between the collectives of the experts depend on it"
-                )
+                reason = f"bounds a value that was never {side} in sample runs"
+                refuse(node, f"{reason}, and may be with other numbers of tokens")
         for node, seen in self._by_element.items():
             for outcome, elements in seen.items():
                 if not bool(elements.all()):
-                    number = int((~elements).flatten().nonzero()[0])
-                    raise NotThisForm(
-                        f"{node.name} ({node.target}) has {elements.numel()} elements, of which element {number} was "
-                        f"{outcome} in no sample run; let nothing between the collectives of the experts depend on it"
-                    )
+                    element = f"element {int((~elements).flatten().nonzero()[0])}"
+                    refuse(node, f"has {elements.numel()} elements, of which {element} was {outcome} in no sample run")
         for node, joint in self._joint_values.items():
             self._check_combinations(node, joint)
 
     def _uses_of(self, node: Node) -> frozenset[MaskUse]:
         if node not in self._uses:
             uses: frozenset[MaskUse] = frozenset()
+            value = fake_value(node)
             # Constants and the block's ids are outside its region.
-            if isinstance(fake_value(node), torch.Tensor) and (node.op == "get_attr" or _is_integral(node)):
+            if isinstance(value, torch.Tensor) and (node.op == "get_attr" or not value.dtype.is_floating_point):
                 values = self._range_of(node)
                 is_use = _is_binary(node, values) or self._is_number(node, values)
                 uses = frozenset({_as_mask(node, values)}) if is_use else uses
@@ -252,10 +248,8 @@ class JointMasks:
         for use in ordered:
             independent = [second for second in uses if second.group != use.group]
             if use.state is State.MOVED and not all(is_single(second.mask) for second in independent):
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) depends on {_names(uses)}; {use.mask.name} was moved in between, so "
-                    f"it is unknown which combinations sample runs have tried; {_CHANGE}"
-                )
+                reason = f"depends on {_names(uses)}; {use.mask.name} was moved in between"
+                refuse(node, f"{reason}, so it is unknown which combinations sample runs have tried", _ADVICE)
         self._joint_values[node] = _JointValues(ordered)
         self._watched.update(use.mask for use in uses)
 
@@ -264,9 +258,9 @@ class JointMasks:
         if bound is not None:
             bounded = self._values.get(bound.value)
             if bounded is None:
-                raise NotThisForm(f"{node.name} ({node.target}) bounds what no run computes before it")
+                raise NotThisForm(f"{named(node)} bounds what no run computes before it")
             value = torch.sign(bounded.double() - value.double())
-            self._outcomes[node].update(int(outcome) for outcome in value.unique().tolist())
+            bound.seen.update(map(int, value.unique().tolist()))
         self._values[node] = value
         if node in self._by_element:
             seen = self._by_element[node]
@@ -295,15 +289,13 @@ class JointMasks:
             groups.setdefault(use.group, []).append(index)
         possible = [self._possible(joint, indices) for indices in groups.values()]
         if math.prod(len(combinations) for combinations in possible) > _MOST_COMBINATIONS:
-            raise NotThisForm(f"{node.name} ({node.target}) depends on {_names(joint.masks)}, too many masks to try")
+            raise NotThisForm(f"{named(node)} depends on {_names(joint.masks)}, too many masks to try")
         for combination in itertools.product(*possible):
             outcomes = dict(zip(itertools.chain(*groups.values()), itertools.chain(*combination), strict=True))
             if tuple(outcomes[index] for index in range(len(joint.masks))) not in joint.seen:
                 values_text = ", ".join(f"{use.mask.name} = {outcomes[index]}" for index, use in enumerate(joint.masks))
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) depends on several masks, and no sample run had {values_text} "
-                    f"together; other numbers of tokens may; {_CHANGE}"
-                )
+                reason = f"depends on several masks, and no sample run had {values_text} together"
+                refuse(node, f"{reason}; other numbers of tokens may", _ADVICE)
 
     def _possible(self, joint: _JointValues, indices: list[int]) -> set[tuple[float, ...]]:
         """Return the possible values of the masks of one group: those that runs had, or all values of a single mask."""
@@ -321,10 +313,9 @@ def _looks_up_by(node: Node, index: Node) -> bool:
     """Return whether `node` looks up each element in a one-dimensional table by the same element of `index`."""
     if not has_trait(node, Trait.LOOKUP):
         return False
-    arguments = named_arguments(node)
-    indices = [item for item in arguments.get("indices", [arguments.get("index")]) if item is not None]
-    table = arguments["self"]
-    return indices == [index] and table is not index and fake_value(table).dim() == 1 and not is_mask(index)
+    table, indices = node.args[0], [used for _, used in indexed_dimensions(named_arguments(node))]
+    is_vector = table is not index and fake_value(table).dim() == 1  # type: ignore[arg-type]
+    return indices == [index] and is_vector and not is_mask(index)
 
 
 def _is_binary(node: Node, values: Range) -> bool:
@@ -334,11 +325,6 @@ def _is_binary(node: Node, values: Range) -> bool:
         return False
     is_bool = isinstance(value, torch.Tensor) and value.dtype is torch.bool
     return values.low >= 0 and values.high <= 1 and (is_bool or values.kind > Kind.BY_EXPERT)
-
-
-def _is_integral(node: Node) -> bool:
-    dtype = fake_value(node).dtype
-    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _as_mask(node: Node, values: Range) -> MaskUse:
