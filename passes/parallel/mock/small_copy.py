@@ -154,10 +154,10 @@ class BlockCopier:
         value = fake_value(node)
         if isinstance(value, torch.SymInt) and _is_arithmetic(node):
             # The size follows from the copied arguments.
-            sizes = map_nodes(args, lambda used: fake_value(used))
-            self._add(node, node.op, args, kwargs, node.target(*sizes))  # type: ignore[operator]
+            size = node.target(*map_nodes(args, fake_value))  # type: ignore[operator]
+            self._add(node, node.op, args, kwargs, size)
         else:
-            self._add(node, node.op, args, kwargs, self._value(node))
+            self._add(node, node.op, args, kwargs, self._described(value, self._guess.shapes.get(node)))
 
     def _copied(self, node: Node) -> Node:
         if node.graph is self._graph:  # a size that replaces a number
@@ -170,21 +170,9 @@ class BlockCopier:
         value, op = fake_value(node), "get_attr" if node.op == "get_attr" else "placeholder"
         if op == "get_attr":
             small = value
-        elif isinstance(value, torch.Tensor):
-            captured = list(value.shape)
-            small = self._tensor(value, map(self._size, captured, self._leaf_shape(node, captured)))
         else:
-            small = self._size(value, None)
+            small = self._described(value, self._small.shape(node) if isinstance(value, torch.Tensor) else None)
         self._add(node, op, (), {}, small)
-
-    def _leaf_shape(self, node: Node, captured: list[Any]) -> list[int | None]:
-        """Return the shape of a source or bias in the copy. None keeps a size as captured."""
-        if node in self._small.weights:
-            return list(captured)
-        shard = next((shard for shard, complete in self._small.local.complete.items() if complete is node), None)
-        if shard is not None:
-            return [captured[0], *self._leaf_shape(shard, captured)[1:]]
-        return list(self._small.shape(node))
 
     def _add(self, node: Node, op: str, args: Any, kwargs: Any, value: Any) -> None:
         target = node.target if op != "placeholder" else node.name
@@ -203,13 +191,8 @@ class BlockCopier:
             self._sizes[key] = node
         return self._sizes[key]
 
-    def _value(self, node: Node) -> Any:
-        value = fake_value(node)
-        if node in self._small.weights:
-            return self._tensor(value, value.shape)
-        return self._described(value, self._guess.shapes.get(node))
-
     def _described(self, value: Any, shape: Any) -> Any:
+        """Return the copy of a captured value. `shape` has its small sizes; None keeps them as captured."""
         if isinstance(value, (tuple, list)):
             shapes = [None] * len(value) if shape is None else shape
             return type(value)(self._described(item, of_item) for item, of_item in zip(value, shapes, strict=True))
@@ -256,14 +239,11 @@ class BlockCopier:
     def _copied_symbol(self, symbol: Any) -> Any:
         if symbol not in self._symbols:
             size = self._small.sizes.get(symbol)
-            is_unknown = size is None
-            self._symbols[symbol] = (
-                self._env.create_unbacked_symint().node.expr if is_unknown else self._symbol(str(symbol), size)
-            )
+            unknown = self._env.create_unbacked_symint
+            self._symbols[symbol] = unknown().node.expr if size is None else self._symbol(str(symbol), size)
         return self._symbols[symbol]
 
-    def _symbol(self, name: str, size: int | None) -> Any:
-        assert size is not None
+    def _symbol(self, name: str, size: int) -> Any:
         return self._env.create_symbol(
             size, ConstantSource(name), DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
         )

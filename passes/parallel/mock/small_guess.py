@@ -118,8 +118,10 @@ class SmallMock(MockBlock):
             for gemm, (_, outer) in zip(block.gemms, self.widths, strict=True)
             if (bias := bias_after(gemm.node)) is not None
         }
-        self.weights = {gemm.weights for gemm in block.gemms}
-        self.weights.update(self.local.complete[node] for node in list(self.weights))
+        complete = self.local.complete
+        self._bias_widths |= {complete[bias]: width for bias, width in self._bias_widths.items() if bias in complete}
+        shards = {gemm.weights for gemm in block.gemms}
+        self.weights = shards | {complete[shard] for shard in shards}
         gemms = {*self.own_gemms, *self.local.gemms}
         for node in (*block.region, *self.local.written):
             if node not in gemms and any(used in self.weights for used in node.all_input_nodes):
