@@ -22,7 +22,7 @@ from sympy.core.function import Application
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, several
+from moepass.passes.graph.nodes import fake_value, symbolic_sizes
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.walk import ancestors
@@ -115,14 +115,11 @@ class _Renamer(BlockCopier):
     def _check(self, node: Node) -> None:
         """Raise NotThisForm if `node` or an input has a size that does not follow from the number of tokens."""
         for used in (node, *node.all_input_nodes):
-            value = fake_value(used)
-            for item in several(value):
-                for size in item.shape if isinstance(item, torch.Tensor) else (item,):
-                    if isinstance(size, torch.SymInt) and self._depends_on_more(self.expression(size)):
-                        raise NotThisForm(
-                            f"{named(used)} computes with a size from which the number of tokens is computed; "
-                            "expected all sizes to follow from the number of tokens"
-                        )
+            if any(self._depends_on_more(self.expression(size)) for size in symbolic_sizes([used])):
+                raise NotThisForm(
+                    f"{named(used)} computes with a size from which the number of tokens is computed; expected all "
+                    "sizes to follow from the number of tokens"
+                )
 
     def _depends_on_more(self, size: sympy.Expr) -> bool:
         is_integral = all(times.is_Integer for times in size.as_coefficients_dict().values())

@@ -27,10 +27,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moepass.passes.graph.nodes import fake_value, map_nodes
-from moepass.passes.ops.arguments import replace_numbers
 from moepass.passes.parallel.mock.feature_flow import feature_dependent_node
 from moepass.passes.parallel.mock.mock_run import MockBlock, MockRun
-from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, position_of, size_readings
+from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, read_numbers, size_readings
 from moepass.passes.parallel.mock.small_sizes import Reading, run_bytes, scales
 
 # A size of more symbols, such as a sum over hundreds of ranks, becomes an unknown size.
@@ -145,12 +144,7 @@ class BlockCopier:
     def _call(self, node: Node) -> None:
         origin = self._small.local.origins.get(node, node)
         readings = self._guess.readings.get(origin, {})
-
-        def small(name: str, position: int, number: int) -> Any:
-            reading = readings.get(position_of(name, position, number))
-            return number if reading is None or number == -1 else self._number(reading)
-
-        args, kwargs = map_nodes(replace_numbers(node, small), self._copied)
+        args, kwargs = map_nodes(read_numbers(node, readings, self._number), self._copied)
         value = fake_value(node)
         if isinstance(value, torch.SymInt) and _is_arithmetic(node):
             # The size follows from the copied arguments.

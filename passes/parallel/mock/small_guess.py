@@ -98,11 +98,6 @@ def _next_choice(choices: list[tuple[Node, int, int]]) -> dict[Node, int] | None
     return None
 
 
-def position_of(name: str, index: int, number: int) -> Position:
-    """Return the position of `number` in the argument `name`; `index` is its index in a list."""
-    return (name, number if name in _SPLITS else index)
-
-
 class SmallMock(MockBlock):
     """A captured block whose sources, GEMMs and biases are small."""
 
@@ -143,22 +138,14 @@ class SmallMock(MockBlock):
 
     def has_unread_numbers(self) -> bool:
         """Return whether a value or index may be a size that no reading takes for one."""
-        growing = self.scale.growing
-        if growing is None:
-            return False
-        if growing.captured == 1:
+        if self.scale.growing is not None and self.scale.growing.captured == 1:
             return True
-        numbers: list[int] = []
-
-        def note(name: str, position: int, number: int) -> int:
-            if name in _CUTS | _VALUES:
-                numbers.append(number)
-            return number
-
-        for node in (*self.block.region, *self.local.written):
-            if node not in self.weights and not self.functions.replaces(node):
-                replace_numbers(node, note)
-        return any(self.scale.is_unread(number) for number in numbers)
+        return any(
+            name in _CUTS | _VALUES and self.scale.is_unread(number)
+            for node in (*self.block.region, *self.local.written)
+            if node not in self.weights and not self.functions.replaces(node)
+            for name, _, number in _numbers(node)
+        )
 
 
 class _GuessingRun(MockRun):
@@ -195,16 +182,20 @@ class _GuessingRun(MockRun):
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         # A node and its copy in the local form have the same readings.
         origin = self.local.origins.get(node, node)
+
+        def small_arguments(readings: Mapping[Position, Reading]) -> Any:
+            return map_nodes(read_numbers(node, readings, lambda reading: reading.small), value_of)
+
         guessed = self.guess.readings.get(origin)
         if guessed is not None:
-            return self._call(node, _arguments(node, guessed, value_of), answer)
+            return self._call(node, small_arguments(guessed), answer)
         possible = self._possible(node)
         working: list[tuple[dict[Position, Reading], Any]] = []
         failure: Exception | None = None
         for combination in itertools.islice(itertools.product(*possible.values()), _MOST_COMBINATIONS):
             readings = dict(zip(possible, combination, strict=True))
             try:
-                value = self._call(node, _arguments(node, readings, value_of), answer)
+                value = self._call(node, small_arguments(readings), answer)
             except Exception as error:  # operators raise anything for sizes that do not fit
                 failure = failure or error
                 continue
@@ -223,16 +214,11 @@ class _GuessingRun(MockRun):
     def _possible(self, node: Node) -> dict[Position, list[Reading]]:
         """Return the possible readings of every number in the arguments of `node` that may be a size."""
         readings: dict[Position, list[Reading]] = {}
-
-        def note(name: str, position: int, number: int) -> int:
-            # -1 is inferred by operators.
-            if name in _USES and number != -1:
-                readings[position_of(name, position, number)] = self.mock.scale.readings(
-                    number, _USES[name], prefers_growing=self._prefers_growing(node, name)
-                )
-            return number
-
-        replace_numbers(node, note)
+        for name, index, number in _numbers(node):
+            if name in _USES and number != -1:  # -1 is inferred by operators
+                prefers_growing = self._prefers_growing(node, name)
+                possible = self.mock.scale.readings(number, _USES[name], prefers_growing=prefers_growing)
+                readings[_position_of(name, index, number)] = possible
         return readings
 
     def _prefers_growing(self, node: Node, name: str) -> bool:
@@ -268,13 +254,27 @@ def size_readings(scale: Scale, size: int) -> list[Reading]:
     return scale.readings(size, Use.SHAPE, prefers_growing=True)
 
 
-def _arguments(node: Node, readings: Mapping[Position, Reading], value_of: Callable[[Node], Any]) -> Any:
-    def small(name: str, position: int, number: int) -> int:
-        reading = readings.get(position_of(name, position, number))
-        # The local form's copy of a node may have -1 instead of a number of rows.
-        return number if reading is None or number == -1 else reading.small
+def read_numbers(node: Node, readings: Mapping[Position, Reading], number_of: Callable[[Reading], Any]) -> Any:
+    """Return the arguments of `node`, with `number_of(reading)` for each number that has a reading."""
 
-    return map_nodes(replace_numbers(node, small), value_of)
+    def replace(name: str, index: int, number: int) -> Any:
+        reading = readings.get(_position_of(name, index, number))
+        # The local form's copy of a node may have -1 instead of a number of rows.
+        return number if reading is None or number == -1 else number_of(reading)
+
+    return replace_numbers(node, replace)
+
+
+def _numbers(node: Node) -> list[tuple[str, int, int]]:
+    """Return the numbers in the arguments of `node`, with the name of the argument and the index in a list."""
+    numbers: list[tuple[str, int, int]] = []
+    replace_numbers(node, lambda *entry: numbers.append(entry))
+    return numbers
+
+
+def _position_of(name: str, index: int, number: int) -> Position:
+    """Return the position of `number` in the argument `name`; `index` is its index in a list."""
+    return (name, number if name in _SPLITS else index)
 
 
 def _shapes(value: Any) -> Any:
