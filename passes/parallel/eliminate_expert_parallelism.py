@@ -115,7 +115,8 @@ def _eliminate(
             block, bank = _bank_for(block, banks, banks_of)
             if block.name in context.leave:
                 raise NotThisForm(context.leave[block.name])
-            origin = _origin_of_tokens(local.graph, block)
+            tokens = _replicated_sources(block)
+            origin = ReplicatedValues(local.graph, block.group_name).origin(tokens) if tokens else Origin("", ())
             gathered, replaced[block.sink] = _replace(local.graph, block, bank, proved)
             if bank not in banks:
                 banks.append(bank)
@@ -154,12 +155,6 @@ def _check_group(block: ParallelBlock, banks: Sequence[BankSpec]) -> None:
 def _replicated_sources(block: ParallelBlock) -> list[Node]:
     """Return the sources that must be the same on all ranks."""
     return list(block.sources.values()) if block.form == "all_reduce" else []
-
-
-def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
-    """Return the origin of sources that must be the same on all ranks. Raises NotThisForm if they may differ."""
-    sources = _replicated_sources(block)
-    return ReplicatedValues(graph, block.group_name).origin(sources) if sources else Origin("", ())
 
 
 def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Sequence[str]]:
@@ -322,17 +317,12 @@ def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
 
 def _only_asserted(nodes: set[Node]) -> set[Node]:
     """Return the assertions among `nodes`, and the nodes that only these read."""
-    asserted = set(nodes)
-    while True:
-        read = {
-            node
-            for node in asserted
-            if not (is_call(node, aten._assert_scalar.default) or _asserts_integers(node, nodes))
-            and (not node.users or any(user not in asserted for user in node.users))
-        }
-        if not read:
-            return asserted
-        asserted -= read
+    asserted: set[Node] = set()
+    for node in sorted(nodes, reverse=True):
+        is_assertion = is_call(node, aten._assert_scalar.default) or _asserts_integers(node, nodes)
+        if is_assertion or (node.users and asserted.issuperset(node.users)):
+            asserted.add(node)
+    return asserted
 
 
 def _asserts_integers(node: Node, nodes: set[Node]) -> bool:

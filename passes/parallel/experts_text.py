@@ -84,14 +84,14 @@ class _Sizes:
     def describe(self, node: Node) -> str:
         """Return the dtypes and sizes of the results of `node`."""
         value, layout = fake_value(node), self._flow.layouts.get(node)
-        if not isinstance(value, (torch.Tensor, tuple, list)):
-            return type(value).__name__
+        places = self._flow.places.get(node, {})
         if isinstance(value, torch.Tensor):
-            if node not in self._flow.layouts:  # GEMMs and biases of a local form are by row
-                return _described(value)
-            return self._tensor(value, layout, self._flow.places.get(node, {}))
+            # GEMMs and biases of a local form are by row.
+            return self._tensor(value, layout, places) if node in self._flow.layouts else _described(value)
+        if not isinstance(value, (tuple, list)):
+            return type(value).__name__
         layouts = layout if isinstance(layout, tuple) else (None,) * len(value)
-        return f"({'; '.join(self._tensor(*parts, {}) for parts in zip(value, layouts, strict=True))})"
+        return f"({'; '.join(self._tensor(*parts, places) for parts in zip(value, layouts, strict=True))})"
 
     def _tensor(self, value: torch.Tensor, layout: Any, places: Mapping[Place, int]) -> str:
         sizes = [

@@ -26,7 +26,7 @@ from moepass.passes.graph.canonical_text import describe_constant, describe_targ
 from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.contents import inputs_read, is_uninitialised
 from moepass.passes.graph.known_operators import why_not_pure
-from moepass.passes.graph.nodes import constant_of, fake_value, map_nodes
+from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, input_name, named, source_line
 from moepass.passes.graph.written_inputs import writes_to_inputs
@@ -167,11 +167,15 @@ class ReplicatedValues:
             return f"{describe_target(node)} number {self._number_of(node)} of these ranks"
         sources = set(self._sources(node))
 
-        def name(used: Node) -> str:
-            return names[used] if used in sources else _describe_value(fake_value(used))
+        def describe_argument(argument: Any) -> Any:
+            if isinstance(argument, torch.device):
+                return argument.type  # the indices of ranks' devices differ
+            if isinstance(argument, Node):
+                return names[argument] if argument in sources else _describe_value(fake_value(argument))
+            return argument
 
-        arguments = map_nodes((node.args, node.kwargs), name)
-        return f"{describe_target(node)} {_without_device_numbers(arguments)}"
+        arguments = torch.fx.node.map_aggregate((node.args, node.kwargs), describe_argument)
+        return f"{describe_target(node)} {arguments}"
 
     def _number_of(self, node: Node) -> int:
         """Return the index of `node` among the group's calls of its operator. All ranks make them in one order."""
@@ -187,14 +191,3 @@ def _sizes_of(node: Node) -> str:
 def _describe_value(value: Any) -> str:
     is_tensor = isinstance(value, torch.Tensor)
     return f"{describe_shape(value)} on {value.device.type}" if is_tensor else type(value).__name__
-
-
-def _without_device_numbers(arguments: Any) -> Any:
-    """Return `arguments` with device types for devices, since the indices of ranks' devices differ."""
-    if isinstance(arguments, torch.device):
-        return arguments.type
-    if isinstance(arguments, dict):
-        return {name: _without_device_numbers(value) for name, value in arguments.items()}
-    if isinstance(arguments, (list, tuple)):
-        return [_without_device_numbers(value) for value in arguments]
-    return arguments

@@ -79,7 +79,10 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
             if number not in structural:
                 _check(node, "repeats by", shape, {"dim": -1 - index}, [number])
     elif name == "cat":
-        _check_joined(node, arguments)
+        shape, dim = fake_value(node).shape, arguments.get("dim", 0)
+        values = [fake_value(tensor) for tensor in arguments["tensors"]]
+        sizes = [size_along(node, value.shape, dim) for value in values if value.dim() == len(shape)]
+        _check(node, "joins by", shape, arguments, sizes)
 
 
 def _check_expression(node: Node, structural: Collection[int], tokens: Collection[int]) -> None:
@@ -114,17 +117,6 @@ def size_along(node: Node, shape: Any, dim: Any) -> Any:
 
 def _refuse_constant(node: Node, does: str, constant: int) -> NoReturn:
     refuse(node, f"{does} the constant {constant} in a dimension without a fixed size")
-
-
-def _check_joined(node: Node, arguments: dict[str, Any]) -> None:
-    dim = arguments.get("dim", 0)
-    if isinstance(size_along(node, fake_value(node).shape, dim), int):
-        return
-    for tensor in arguments["tensors"]:
-        value = fake_value(tensor)
-        size = value.shape[dim] if value.dim() == fake_value(node).dim() else 0
-        if isinstance(size, int) and size > 1:
-            _refuse_constant(node, "joins by", size)
 
 
 def _check_view(node: Node, before: list[Any], after: list[Any], structural: Collection[int]) -> None:
