@@ -126,7 +126,8 @@ def _eliminate(
             refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
-            weights = _describe_weights(block)
+            values = [fake_value(tensor) for tensor in block.expert_tensors]
+            weights = ", ".join(f"{dtype_name(value.dtype)} {[block.experts, *value.shape[1:]]}" for value in values)
             local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
     stay = {ids.mask for ids in masks if ids.gather in local.graph.nodes}
@@ -331,8 +332,3 @@ def _asserts_integers(node: Node, nodes: set[Node]) -> bool:
         return False
     steps = ancestors(node, follow=nodes.__contains__)
     return not any(is_float(used) for step in steps for used in step.all_input_nodes)
-
-
-def _describe_weights(block: ParallelBlock) -> str:
-    values = [fake_value(tensor) for tensor in block.expert_tensors]
-    return ", ".join(f"{dtype_name(value.dtype)} {[block.experts, *value.shape[1:]]}" for value in values)

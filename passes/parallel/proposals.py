@@ -95,12 +95,11 @@ def _in_full(refusal: Refusal) -> str:
 
 
 def _why_not(name: str, proposals: Sequence[Proposal]) -> str | None:
-    takers = [rank for rank, proposal in enumerate(proposals) if proposal.signatures(name)]
     for rank, proposal in enumerate(proposals):
         refused = next((block for block in proposal.leaves if block.name == name), None)
         if refused is not None:
             return f"rank {rank} cannot take it: {refused.reason}"
-        if rank not in takers:
+        if not proposal.signatures(name):
             return f"rank {rank} does not see it in the graph that it runs here"
     if any(proposal.signatures(name) != proposals[0].signatures(name) for proposal in proposals):
         return UNEXPLAINED

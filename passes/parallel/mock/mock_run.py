@@ -62,12 +62,6 @@ class Steps:
             if node is not wanted:
                 self.drops[index].append(node)
 
-    @classmethod
-    def between(cls, nodes: Iterable[Node], sources: set[Node], wanted: Node) -> Steps:
-        """Return the steps among `nodes` that compute `wanted` from `sources`."""
-        needed = set(ancestors(wanted, follow=lambda used: used not in sources)) - sources
-        return cls((node for node in nodes if node in needed), wanted)
-
 
 class MockBlock:
     """A block and the local form that was written for it, ready to run."""
@@ -79,9 +73,12 @@ class MockBlock:
         self.result = result
         self.region = Steps(block.region, block.sink)
         self.local_form = Steps(local.written, result)
-        sources = {local.rows, local.ends, *local.travelling, *([local.row_ids] if local.row_ids is not None else [])}
-        self.experts = Steps.between(local.written, sources, local.outputs)
-        self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
+        inputs = {local.rows, local.ends, local.row_ids, *local.travelling}
+        needed = set(ancestors(local.outputs, follow=lambda used: used not in inputs)) - inputs
+        self.experts = Steps((node for node in local.written if node in needed), local.outputs)
+        # The numbers of all GEMMs among those of the block, and their experts.
+        self.gemms = {gemm.node: (number, block.own_experts) for number, gemm in enumerate(block.gemms)}
+        self.gemms |= {node: (number, range(block.experts)) for node, number in local.gemms.items()}
         self.sizes = symbol_sizes(block)
         # Widths of the rows into and out of each GEMM.
         self.widths = [(gemm.inner, gemm.outer) for gemm in block.gemms]
@@ -173,11 +170,8 @@ class MockRun:
             self.ranges.observe(node, value)
 
     def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
-        number = self.mock.own_gemms.get(node)
-        if number is not None:
-            return self._gemm(number, node, value_of, self.block.own_experts)
-        if node in self.local.gemms:
-            return self._gemm(self.local.gemms[node], node, value_of, range(self.block.experts))
+        if node in self.mock.gemms:
+            return self._gemm(node, value_of, *self.mock.gemms[node])
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
@@ -220,7 +214,7 @@ class MockRun:
         # Weights, which only GEMMs read, without computing. A view of one zero takes no memory.
         return torch.zeros((), dtype=torch.float64).expand(self.mock.shape(node))
 
-    def _gemm(self, number: int, node: Node, value_of: Callable[[Node], Any], experts: range) -> torch.Tensor:
+    def _gemm(self, node: Node, value_of: Callable[[Node], Any], number: int, experts: range) -> torch.Tensor:
         row_factors, expert_factors = self.gemm_tables[number]
         arguments = named_arguments(node)
         rows, ends = value_of(next(iter(arguments.values()))), value_of(arguments["offs"])

@@ -94,7 +94,7 @@ class BlockCopier:
         self._unknown: dict[Any, torch.SymInt] = {}
         # Fake tensors by type and shape, since hundreds of ranks have hundreds of tensors of one number.
         self._tensors: dict[Any, torch.Tensor] = {}
-        self._sizes: dict[tuple[int, int], Node] = {}
+        self._sizes: dict[Reading, Node] = {}
         growing = small.scale.growing
         self._growing: Any = None if growing is None else self._symbol("growing", growing.small)
 
@@ -178,12 +178,11 @@ class BlockCopier:
         """Return a number among arguments: a node if it grows."""
         if not reading.grows:
             return reading.small
-        key = (reading.factor, reading.offset)
-        if key not in self._sizes:
+        if reading not in self._sizes:
             node = self._graph.placeholder("captured_size")
             node.meta["val"] = self._grown(reading)
-            self._sizes[key] = node
-        return self._sizes[key]
+            self._sizes[reading] = node
+        return self._sizes[reading]
 
     def _described(self, value: Any, shape: Any) -> Any:
         """Return the copy of a captured value. `shape` has its small sizes; None keeps them as captured."""

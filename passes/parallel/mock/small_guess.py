@@ -117,9 +117,8 @@ class SmallMock(MockBlock):
         self._bias_widths |= {complete[bias]: width for bias, width in self._bias_widths.items() if bias in complete}
         shards = {gemm.weights for gemm in block.gemms}
         self.weights = shards | {complete[shard] for shard in shards}
-        gemms = {*self.own_gemms, *self.local.gemms}
         for node in (*block.region, *self.local.written):
-            if node not in gemms and any(used in self.weights for used in node.all_input_nodes):
+            if node not in self.gemms and any(used in self.weights for used in node.all_input_nodes):
                 self.weights.add(node)
 
     def shape(self, node: Node) -> list[int]:
@@ -176,7 +175,7 @@ class _GuessingRun(MockRun):
         if self._compares_shapes and not self.mock.functions.replaces(node):
             if not self._fits(fake_value(node), value):
                 raise _Stuck(f"{node.name} ({node.target}) has another shape with small sizes")
-            self.guess.shapes[node] = _shapes(value)
+            self.guess.shapes[node] = torch.fx.node.map_aggregate(value, lambda item: getattr(item, "shape", None))
         return value
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
@@ -275,9 +274,3 @@ def _numbers(node: Node) -> list[tuple[str, int, int]]:
 def _position_of(name: str, index: int, number: int) -> Position:
     """Return the position of `number` in the argument `name`; `index` is its index in a list."""
     return (name, number if name in _SPLITS else index)
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_shapes(item) for item in value]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

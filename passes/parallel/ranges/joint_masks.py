@@ -62,16 +62,14 @@ class State(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class MaskUse:
-    """The dependence of a value on `mask`. Masks that are not independent have the same `group`."""
+    """The dependence of a value on `mask`.
+
+    Masks that are not independent have the same `group`, which is a tuple for functions of one expert id.
+    """
 
     mask: Node
     group: Any
     state: State
-
-    @property
-    def is_of_id(self) -> bool:
-        """True for a function of one expert id. Runs try every id."""
-        return isinstance(self.group, tuple)
 
 
 @dataclasses.dataclass
@@ -241,9 +239,9 @@ class JointMasks:
     def _add_joint_values(self, node: Node, uses: frozenset[MaskUse]) -> None:
         if len({use.group for use in uses}) == 1:
             return
-        moved = [use for use in uses if use.state in (State.LOOKED_UP, State.MOVED)]
-        if all(use.is_of_id for use in uses) and moved:
-            return  # the model does not decide which ids meet
+        are_of_ids = all(isinstance(use.group, tuple) for use in uses)
+        if are_of_ids and any(use.state in (State.LOOKED_UP, State.MOVED) for use in uses):
+            return  # runs try every id, and the model does not decide which ids meet
         ordered = tuple(sorted(uses, key=lambda use: (use.mask.name, use.state)))
         for use in ordered:
             independent = [second for second in uses if second.group != use.group]

@@ -22,15 +22,14 @@ from moepass.passes.parallel.ranges.growing_sizes import refuse
 
 @dataclasses.dataclass
 class _Outcomes:
-    """Counts of the results 1 and 0 of a mask, for each element of `constant` if it results from a comparison with one.
+    """Counts of the results 0 and 1 of a mask, for each element of `constant` if it results from a comparison with one.
 
     `undecided` returns whether a comparison with a value of `constant` may be both true and false.
     """
 
     constant: Node | None
     undecided: Callable[[float], bool] | None
-    true_counts: torch.Tensor | int = 0
-    false_counts: torch.Tensor | int = 0
+    counts: list[torch.Tensor] = dataclasses.field(default_factory=lambda: [torch.zeros(()), torch.zeros(())])
 
 
 class TriedValues:
@@ -80,9 +79,8 @@ class TriedValues:
 
     def _record_mask(self, outcomes: _Outcomes, value: torch.Tensor) -> None:
         shape = () if outcomes.constant is None else fake_value(outcomes.constant).shape
-        true_counts, false_counts = ((value == outcome).long() for outcome in (1, 0))
-        outcomes.true_counts = outcomes.true_counts + true_counts.sum_to_size(shape)
-        outcomes.false_counts = outcomes.false_counts + false_counts.sum_to_size(shape)
+        for outcome, count in enumerate(outcomes.counts):
+            outcomes.counts[outcome] = count + (value == outcome).long().sum_to_size(shape)
 
     def check(self) -> None:
         """Raise NotThisForm for the first requirement that the runs did not meet."""
@@ -95,7 +93,7 @@ class TriedValues:
                 self._check_mask(node, outcomes)
 
     def _check_mask(self, node: Node, outcomes: _Outcomes) -> None:
-        missing = (torch.as_tensor(outcomes.true_counts) == 0) | (torch.as_tensor(outcomes.false_counts) == 0)
+        missing = (outcomes.counts[0] == 0) | (outcomes.counts[1] == 0)
         against = ""
         if outcomes.constant is not None and outcomes.undecided is not None:
             values = self._constants[outcomes.constant]
