@@ -122,8 +122,7 @@ def _eliminate(
                 banks.append(bank)
                 banks_of[block.expert_tensors] = bank
         except (NotThisForm, ContractBroken) as error:
-            stays = block.exchanges[-1].node
-            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
+            refusals.append(refusal_of(local.graph, str(error), block.exchanges[-1].node, block.name, block.group_name))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
             values = [fake_value(tensor) for tensor in block.expert_tensors]

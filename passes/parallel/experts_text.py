@@ -15,7 +15,6 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
-from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.ops.arguments import named_arguments
@@ -56,16 +55,13 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
             text.add_alias(node, node.all_input_nodes[0])
         elif node in needed:
             text.add(node, _describe_results(node, flow, rows), arguments=_arguments(node, flow, rows))
+    kinds = (call.kind + " of a mask" * (OF_MASK_KEY in call.node.meta) for call in block.exchanges)
     text.remark(
-        f"{block.form} of {block.experts} experts, {', '.join(map(_kind, block.exchanges))}, "
+        f"{block.form} of {block.experts} experts, {', '.join(kinds)}, "
         f"shards {block.bounds}, to {fake_value(block.sink).dtype}{', some dropped' * block.drops}"
     )
     text.remark(f"casts of rows {local.types}")
     return tuple(str(text).splitlines())
-
-
-def _kind(exchange: Collective) -> str:
-    return f"{exchange.kind} of a mask" if OF_MASK_KEY in exchange.node.meta else exchange.kind
 
 
 def _describe_results(node: Node, flow: RowFlow, rows: Any) -> str:

@@ -164,7 +164,10 @@ class ReplicatedValues:
         if node.target is gather:
             return f"the complete bank of {node.meta.get('moepass_block')}"
         if self._is_equal_by_itself(node):
-            return f"{describe_target(node)} number {self._number_of(node)} of these ranks"
+            # All ranks make the calls of one operator in one order.
+            calls = node.graph.find_nodes(op="call_function", target=node.target)
+            number = sum(1 for call in calls if call < node and self._names_group(call))
+            return f"{describe_target(node)} number {number} of these ranks"
         sources = set(self._sources(node))
 
         def describe_argument(argument: Any) -> Any:
@@ -176,11 +179,6 @@ class ReplicatedValues:
 
         arguments = torch.fx.node.map_aggregate((node.args, node.kwargs), describe_argument)
         return f"{describe_target(node)} {arguments}"
-
-    def _number_of(self, node: Node) -> int:
-        """Return the index of `node` among the group's calls of its operator. All ranks make them in one order."""
-        calls = node.graph.find_nodes(op="call_function", target=node.target)
-        return sum(1 for call in calls if call < node and self._names_group(call))
 
 
 def _sizes_of(node: Node) -> str:

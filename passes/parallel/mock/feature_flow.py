@@ -17,14 +17,12 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.nodes import fake_value, is_call, several
+from moepass.passes.graph.nodes import fake_value, several
 from moepass.passes.ops.arguments import all_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.rows.row_rules import is_flat
-
-aten = torch.ops.aten
 
 
 def feature_dependent_node(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
@@ -112,5 +110,5 @@ def _not_along_last(node: Node, arguments: dict[str, Any]) -> bool:
     if dims is None or dims == []:
         return False  # along all dimensions
     # `stack` counts dimensions of its result.
-    number = fake_value(node if is_call(node, aten.stack.default) else node.all_input_nodes[0]).dim()
+    number = fake_value(node if base_operation(node) == "stack" else node.all_input_nodes[0]).dim()
     return all(isinstance(dim, int) and dim % number != number - 1 for dim in several(dims))

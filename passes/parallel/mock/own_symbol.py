@@ -115,12 +115,10 @@ class _Renamer(BlockCopier):
     def _check(self, node: Node) -> None:
         """Raise NotThisForm if `node` or an input has a size that does not follow from the number of tokens."""
         for used in (node, *node.all_input_nodes):
-            if any(self._depends_on_more(self.expression(size)) for size in symbolic_sizes([used])):
-                raise NotThisForm(
-                    f"{named(used)} computes with a size from which the number of tokens is computed; expected all "
-                    "sizes to follow from the number of tokens"
-                )
-
-    def _depends_on_more(self, size: sympy.Expr) -> bool:
-        is_integral = all(times.is_Integer for times in size.as_coefficients_dict().values())
-        return not is_integral or bool(size.free_symbols & self._tokens.free_symbols)
+            for size in map(self.expression, symbolic_sizes([used])):
+                is_integral = all(times.is_Integer for times in size.as_coefficients_dict().values())
+                if not is_integral or size.free_symbols & self._tokens.free_symbols:
+                    raise NotThisForm(
+                        f"{named(used)} computes with a size from which the number of tokens is computed; expected all "
+                        "sizes to follow from the number of tokens"
+                    )

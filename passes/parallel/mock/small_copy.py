@@ -146,7 +146,8 @@ class BlockCopier:
         readings = self._guess.readings.get(origin, {})
         args, kwargs = map_nodes(read_numbers(node, readings, self._number), self._copied)
         value = fake_value(node)
-        if isinstance(value, torch.SymInt) and _is_arithmetic(node):
+        is_arithmetic = getattr(node.target, "__module__", "") == "_operator" and node.target is not operator.getitem
+        if isinstance(value, torch.SymInt) and is_arithmetic:
             # The size follows from the copied arguments.
             size = node.target(*map_nodes(args, fake_value))  # type: ignore[operator]
             self._add(node, node.op, args, kwargs, size)
@@ -240,8 +241,3 @@ class BlockCopier:
         return self._env.create_symbol(
             size, ConstantSource(name), DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
         )
-
-
-def _is_arithmetic(node: Node) -> bool:
-    """Return whether `node` computes a size from sizes."""
-    return getattr(node.target, "__module__", "") == "_operator" and node.target is not operator.getitem

@@ -18,21 +18,13 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value, map_nodes
-from moepass.passes.ops.arguments import UNNAMED, replace_numbers
+from moepass.passes.ops.arguments import replace_numbers
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.parallel_block import bias_after
 from moepass.passes.parallel.mock.mock_run import Answer, ContractBroken, MockBlock, MockRun, Steps, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
-from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
+from moepass.passes.parallel.mock.small_sizes import CUTS, SHAPES, VALUES, Reading, Scale
 
-# Uses of numbers, by the names of their arguments.
-_SHAPES = {
-    "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",
-    "output_split_sizes",
-}  # fmt: skip
-_CUTS = {"start", "end", "pad"}
-_VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
-_USES = {**dict.fromkeys(_SHAPES, Use.SHAPE), **dict.fromkeys(_CUTS, Use.CUT), **dict.fromkeys(_VALUES, Use.VALUE)}
 # List arguments in which equal numbers have equal readings.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
 _MOST_COMBINATIONS = 64
@@ -105,8 +97,7 @@ class SmallMock(MockBlock):
         self.__dict__.update(mock.__dict__)
         block = mock.block
         self.scale = scale
-        self.widths = [(scale.width(up.inner), scale.inner_width(up.outer)) for up in block.gemms[:-1]]
-        self.widths.append((scale.inner_width(block.down.inner), scale.width(block.down.outer)))
+        self.widths = scale.gemm_widths(block)
         self._roles = {node: role for role, node in block.sources.items()}
         self._bias_widths = {
             bias.tensor: outer
@@ -140,7 +131,7 @@ class SmallMock(MockBlock):
         if self.scale.growing is not None and self.scale.growing.captured == 1:
             return True
         return any(
-            name in _CUTS | _VALUES and self.scale.is_unread(number)
+            name in CUTS | VALUES and self.scale.is_unread(number)
             for node in (*self.block.region, *self.local.written)
             if node not in self.weights and not self.functions.replaces(node)
             for name, _, number in _numbers(node)
@@ -214,9 +205,9 @@ class _GuessingRun(MockRun):
         """Return the possible readings of every number in the arguments of `node` that may be a size."""
         readings: dict[Position, list[Reading]] = {}
         for name, index, number in _numbers(node):
-            if name in _USES and number != -1:  # -1 is inferred by operators
+            if name in SHAPES | CUTS | VALUES and number != -1:  # -1 is inferred by operators
                 prefers_growing = self._prefers_growing(node, name)
-                possible = self.mock.scale.readings(number, _USES[name], prefers_growing=prefers_growing)
+                possible = self.mock.scale.readings(number, name, prefers_growing=prefers_growing)
                 readings[_position_of(name, index, number)] = possible
         return readings
 
@@ -229,7 +220,7 @@ class _GuessingRun(MockRun):
             # Vectors have an element per expert, but a single number is a capacity that ranks agree on.
             size = value.shape[0]
             return name == "fill_value" and isinstance(size, int) and size == 1
-        return name not in _VALUES
+        return name not in VALUES
 
     def _fits(self, captured: Any, value: Any) -> bool:
         """Return whether `value` has the captured shape, for some reading of every known size."""
@@ -250,7 +241,7 @@ class _GuessingRun(MockRun):
 
 def size_readings(scale: Scale, size: int) -> list[Reading]:
     """Return the readings of a size of a tensor, the likeliest first."""
-    return scale.readings(size, Use.SHAPE, prefers_growing=True)
+    return scale.readings(size, "size", prefers_growing=True)
 
 
 def read_numbers(node: Node, readings: Mapping[Position, Reading], number_of: Callable[[Reading], Any]) -> Any:

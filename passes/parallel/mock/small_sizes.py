@@ -8,12 +8,12 @@ symbol, or a width, which becomes smaller.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ops.arguments import UNNAMED
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import MOST_ROWS, MockBlock, concrete
@@ -28,16 +28,15 @@ SMALL_HIDDEN = (5, 7)
 SMALL_INNER = 8
 # From this size on, few numbers are multiples by chance.
 _LARGE_SIZE = 64
+# Names of arguments whose numbers are shapes, indices at which to slice, or values.
+SHAPES = {
+    "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",
+    "output_split_sizes",
+}  # fmt: skip
+CUTS = {"start", "end", "pad"}
+VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
 # [Empirical] Measured copies of the widest rows, of 8 bytes per number, that a run holds at once.
 _HELD_ROWS = 3
-
-
-class Use(enum.Enum):
-    """Use of a number among the arguments of a node: a shape, an index at which to slice, or a value."""
-
-    SHAPE = enum.auto()
-    CUT = enum.auto()
-    VALUE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +76,19 @@ class Scale:
     # Numbers of experts, ranks or choices, which are more likely constants than sizes.
     fixed: frozenset[int] = frozenset()
 
-    def readings(self, number: int, use: Use, *, prefers_growing: bool) -> list[Reading]:
-        """Return all readings of a number, the likeliest first. Only shapes and indices may be widths.
+    def readings(self, number: int, argument: str, *, prefers_growing: bool) -> list[Reading]:
+        """Return all readings of a number in `argument`, the likeliest first. Only shapes and indices may be widths.
 
         A shape may be any multiple of the growing size. Values and indices may only be multiples by one of the factors,
         since only these are known to be exceeded in mock runs.
         """
         itself = Reading(number)
         exact, near = list(self._multiples(number, (0,))), list(self._multiples(number, (1, -1)))
-        widths = self._widths(number) if use is not Use.VALUE else ()
+        widths = self._widths(number) if argument not in VALUES else ()
         result = [*exact, *widths, itself] if prefers_growing or number not in self.fixed else [itself, *exact, *widths]
         result += near
         growing = self.growing
-        if use is Use.SHAPE and growing is not None and growing.captured >= _LARGE_SIZE and abs(number) < END:
+        if argument in SHAPES and growing is not None and growing.captured >= _LARGE_SIZE and abs(number) < END:
             factor, remainder = divmod(number, growing.captured)
             result += [Reading(factor * growing.small, factor)] if remainder == 0 else []
         return list(dict.fromkeys(result))
@@ -123,10 +122,11 @@ class Scale:
         """Return the small width of the inputs of the first GEMMs or the outputs of the last one."""
         return self.hidden.get(number, number)
 
-    def inner_width(self, number: int) -> int:
-        """Return the small width of rows between GEMMs."""
+    def gemm_widths(self, block: ParallelBlock) -> list[tuple[int, int]]:
+        """Return the small widths of the rows into and out of each GEMM."""
         captured, small = self.inner
-        return number * small // captured
+        ups = [(self.width(gemm.inner), gemm.outer * small // captured) for gemm in block.gemms[:-1]]
+        return [*ups, (block.down.inner * small // captured, self.width(block.down.outer))]
 
 
 def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
@@ -141,10 +141,8 @@ def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
 
 def run_bytes(mock: MockBlock, scale: Scale) -> int:
     """Return the memory in bytes of a mock run of the block's copy in `scale`."""
-    block = mock.block
-    widths = [scale.width(block.gemms[0].inner), scale.width(block.down.outer), scale.inner_width(block.down.inner)]
-    widths += [scale.inner_width(gemm.outer) for gemm in block.gemms[:-1]]
-    return 8 * _most_rows(mock, scale) * _HELD_ROWS * max(widths)
+    widest = max(itertools.chain.from_iterable(scale.gemm_widths(mock.block)))
+    return 8 * _most_rows(mock, scale) * _HELD_ROWS * widest
 
 
 def _most_rows(mock: MockBlock, scale: Scale) -> int:

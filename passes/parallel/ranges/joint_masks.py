@@ -131,10 +131,8 @@ class JointMasks:
             # The result is a sum of comparisons.
             uses = [frozenset(use for use in masks if use.mask not in self._numbers) for masks in uses]
         results = [
-            frozenset(map(_looked_up, masks))
-            if _looks_up_by(node, index)
-            else frozenset(self._moved(node, use, values is None, by_row) for use in masks)
-            for index, masks in zip(inputs, uses, strict=True)
+            frozenset(self._moved(node, used, use, values is None, by_row) for use in masks)
+            for used, masks in zip(inputs, uses, strict=True)
         ]
         combined = frozenset().union(*results)
         # Runs try every value of a function of one id.
@@ -221,7 +219,10 @@ class JointMasks:
         values = self._range_of(node)
         return values.uniform or node in self._of_masks or _is_binary(node, values)
 
-    def _moved(self, node: Node, use: MaskUse, is_data: bool, by_row: bool) -> MaskUse:
+    def _moved(self, node: Node, used: Node, use: MaskUse, is_data: bool, by_row: bool) -> MaskUse:
+        """Return the use of a mask by `node`, which reads the mask through its input `used`."""
+        if _looks_up_by(node, used):
+            return dataclasses.replace(use, state=State.LOOKED_UP) if use.state is State.ALIGNED else use
         if use.state is State.ANYWHERE or has_trait(node, *_BY_ELEMENT) or (by_row and _is_column(use.mask)):
             return use
         if use.group != use.mask:
@@ -269,8 +270,9 @@ class JointMasks:
         values = [self._values[use.mask] for use in joint.masks]
         if any(value.numel() == 0 for value in values):
             return
-        aligned = [index for index, use in enumerate(joint.masks) if _is_aligned(use)]
-        loose = [index for index in range(len(values)) if index not in aligned]
+        is_aligned = [use.state <= State.LOOKED_UP or is_single(use.mask) for use in joint.masks]
+        aligned = [index for index in range(len(values)) if is_aligned[index]]
+        loose = [index for index in range(len(values)) if not is_aligned[index]]
         rows = torch.broadcast_tensors(*(values[index].double() for index in aligned)) if aligned else ()
         combinations = torch.stack([row.reshape(-1) for row in rows]).unique(dim=1).t().tolist() if rows else [[]]
         present = [values[index].double().unique().tolist() for index in loose]
@@ -303,10 +305,6 @@ class JointMasks:
         return {tuple(outcomes[index] for index in indices) for outcomes in joint.seen}
 
 
-def _looked_up(use: MaskUse) -> MaskUse:
-    return dataclasses.replace(use, state=State.LOOKED_UP) if use.state is State.ALIGNED else use
-
-
 def _looks_up_by(node: Node, index: Node) -> bool:
     """Return whether `node` looks up each element in a one-dimensional table by the same element of `index`."""
     if not has_trait(node, Trait.LOOKUP):
@@ -334,10 +332,6 @@ def is_single(node: Node) -> bool:
     """Return whether `node` is a number, or a tensor of one element."""
     value = fake_value(node)
     return not isinstance(value, torch.Tensor) or all(isinstance(size, int) and size == 1 for size in value.shape)
-
-
-def _is_aligned(use: MaskUse) -> bool:
-    return use.state in (State.ALIGNED, State.LOOKED_UP) or is_single(use.mask)
 
 
 def _is_column(mask: Node) -> bool:

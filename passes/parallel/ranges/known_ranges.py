@@ -48,7 +48,7 @@ class KnownRanges:
         if not isinstance(argument, Node):
             return EMPTY
         if argument not in self.ranges:
-            self.ranges[argument] = leaf_range(argument)
+            self.ranges[argument] = _leaf_range(argument)
         return self.ranges[argument]
 
     def counted(self, node: Node, values: Range, shift: float, factor: float) -> Range:
@@ -99,7 +99,7 @@ class KnownRanges:
 Rules = tuple[tuple[tuple[Trait | str, ...], Callable[[Node, KnownRanges], Range]], ...]
 
 
-def leaf_range(node: Node) -> Range:
+def _leaf_range(node: Node) -> Range:
     """Return the range of a constant, or of a size; any number for another tensor."""
     if node.op == "get_attr":
         constant = constant_of(node)

@@ -18,11 +18,9 @@ from moepass.passes.ops.arguments import (
 )
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.ranges.growing_sizes import refuse, size_along
-from moepass.passes.parallel.ranges.known_ranges import KnownRanges, Rules, leaf_range
+from moepass.passes.parallel.ranges.known_ranges import KnownRanges, Rules
 from moepass.passes.parallel.ranges.range_arithmetic import summed
 from moepass.passes.parallel.ranges.value_range import COUNT, EMPTY, Kind, Range, computed, growing, joined
-
-_CHOICES = ("condition", "mask", "indices", "index")
 
 
 def moved(node: Node, known: KnownRanges) -> Range:
@@ -51,7 +49,7 @@ def chosen(node: Node, known: KnownRanges) -> Range:
     if union.empty:
         return union
     growing_sources = sum(source.grows for source in sources)
-    choices = [known.range_of(arguments[role]) for role in _CHOICES if role in arguments]
+    choices = [known.range_of(arguments.get(role)) for role in ("condition", "mask", "indices", "index")]
     # A choice takes operands element by element; joins and writes move them to other indices.
     by_element = has_trait(node, Trait.CHOOSE)
     choice = computed(0, 0, *choices, *(sources if by_element else ()), Range(0, 0))
@@ -130,6 +128,6 @@ MOVE_RULES: Rules = (
     ((Trait.FILL, Trait.FILL_LIKE), lambda node, known: known.range_of(fill_value(node)).moved(node)),
     ((Trait.EMPTY,), lambda node, known: EMPTY),
     ((Trait.ARANGE,), counted_up),
-    ((Trait.SIZE,), lambda node, known: leaf_range(node)),
+    ((Trait.SIZE,), lambda node, known: known.range_of(node)),
     (("argsort",), lambda node, known: COUNT),
 )

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value
@@ -75,22 +74,19 @@ class TriedValues:
             numbers = torch.as_tensor(value).reshape(-1).long() - first
             seen[numbers[(numbers >= 0) & (numbers < len(seen))]] = True
         if node in self._masks:
-            self._record_mask(self._masks[node], torch.as_tensor(value))
-
-    def _record_mask(self, outcomes: _Outcomes, value: torch.Tensor) -> None:
-        shape = () if outcomes.constant is None else fake_value(outcomes.constant).shape
-        for outcome, count in enumerate(outcomes.counts):
-            outcomes.counts[outcome] = count + (value == outcome).long().sum_to_size(shape)
+            outcomes = self._masks[node]
+            shape = () if outcomes.constant is None else fake_value(outcomes.constant).shape
+            for outcome, count in enumerate(outcomes.counts):
+                outcomes.counts[outcome] = count + (torch.as_tensor(value) == outcome).long().sum_to_size(shape)
 
     def check(self) -> None:
         """Raise NotThisForm for the first requirement that the runs did not meet."""
-        with unset_fake_temporarily():  # the compiler runs in fake mode; the recorded values are real
-            for node, (first, seen) in self._sets.items():
-                if not bool(seen.all()):
-                    missing = int((~seen).nonzero()[0]) + first
-                    refuse(node, f"is never {missing} in sample runs", "use more tokens")
-            for node, outcomes in self._masks.items():
-                self._check_mask(node, outcomes)
+        for node, (first, seen) in self._sets.items():
+            if not bool(seen.all()):
+                missing = int((~seen).nonzero()[0]) + first
+                refuse(node, f"is never {missing} in sample runs", "use more tokens")
+        for node, outcomes in self._masks.items():
+            self._check_mask(node, outcomes)
 
     def _check_mask(self, node: Node, outcomes: _Outcomes) -> None:
         missing = (outcomes.counts[0] == 0) | (outcomes.counts[1] == 0)
