@@ -1,1 +1,1 @@
-"""MoE blocks are found, and brought to one form: a gather, and experts that read it. May import graph, ops, ir."""
+"""Detection of MoE blocks, and their canonical form: a gather, and experts that read it. May import graph, ops, ir."""

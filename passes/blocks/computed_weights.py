@@ -1,6 +1,6 @@
-"""Expert tensors that a model computes of its parameters in every run: cast, viewed, cut, put together, scaled.
+"""Expert tensors that a model computes from its parameters alone, by casts, views, slices, joins and scales.
 
-Nothing else goes into them, so they are the same in every run, and may be computed once.
+They are the same in every run, so they can be computed once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moepass.passes.ops.arguments import permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import ancestors, origin
 
-# [Empirical] A few operations for each of some hundreds of experts. What takes more is no weight.
+# [Empirical] A few operations for each of some hundreds of experts. A tensor that takes more is no weight.
 _MOST_STEPS = 4096
 
 
 class NotComputedAheadError(Exception):
-    """A tensor that cannot be computed before a run; says why."""
+    """A tensor cannot be computed before a run; the message has the reason."""
 
 
 def before_transposes(operand: Node) -> Node:
@@ -41,14 +41,14 @@ def is_computed(tensor: Node) -> bool:
     if tensor.op != "call_function" or is_expert_stack(tensor):
         return False
     try:
-        steps_behind(tensor)
+        weight_steps(tensor)
     except NotComputedAheadError:
         return False
     return True
 
 
-def steps_behind(tensor: Node) -> list[Node]:
-    """Return the operations that compute `tensor`, in host order. Raises NotComputedAheadError, in words."""
+def weight_steps(tensor: Node) -> list[Node]:
+    """Return the operations that compute `tensor`, in host order. Raises NotComputedAheadError."""
     steps: list[Node] = []
     inputs: list[Node] = []
     for node in ancestors(tensor):
@@ -68,23 +68,23 @@ def steps_behind(tensor: Node) -> list[Node]:
     return sorted(steps)
 
 
-def parameters_behind(tensor: Node) -> tuple[Node, ...]:
-    """The parameters that `tensor` is computed of, in the order of the graph. Raises NotComputedAheadError."""
-    used = {used for step in steps_behind(tensor) for used in step.all_input_nodes}
+def weight_parameters(tensor: Node) -> tuple[Node, ...]:
+    """Return the parameters from which `tensor` is computed, in graph order. Raises NotComputedAheadError."""
+    used = {used for step in weight_steps(tensor) for used in step.all_input_nodes}
     return tuple(sorted(node for node in used if node.op == "placeholder"))
 
 
-def recipe_of(tensor: Node, position: int, places: Mapping[Node, int]) -> WeightRecipe:
-    """The recipe of tensor `position` of a bank; `places` are those of its parameters. Raises NotComputedAheadError."""
-    inputs = parameters_behind(tensor)
+def recipe_of(tensor: Node, position: int, indices: Mapping[Node, int]) -> WeightRecipe:
+    """Return the recipe of tensor `position` of a bank, with `indices` of parameters. Raises NotComputedAheadError."""
+    inputs = weight_parameters(tensor)
     number_of = {node: number for number, node in enumerate(inputs)}
     steps = []
-    for step in steps_behind(tensor):
+    for step in weight_steps(tensor):
         name = "getitem" if step.target is operator.getitem else str(step.target)
-        call = {"operator": name, "args": _written(step.args, number_of), "kwargs": _written(step.kwargs, number_of)}
+        call = {"operator": name, "args": _as_json(step.args, number_of), "kwargs": _as_json(step.kwargs, number_of)}
         steps.append(json.dumps(call, sort_keys=True))
         number_of[step] = len(number_of)
-    return WeightRecipe(position, tuple(places[node] for node in inputs), tuple(steps))
+    return WeightRecipe(position, tuple(indices[node] for node in inputs), tuple(steps))
 
 
 def _check_step(node: Node) -> None:
@@ -97,8 +97,8 @@ def _check_step(node: Node) -> None:
             f"{named(node)} goes into it; expected casts, views, slices, joins, sums and products of parameters"
         )
     if not _is_static(node):
-        raise NotComputedAheadError(f"{named(node)} has sizes that only a run tells")
-    _written((node.args, node.kwargs), dict.fromkeys(node.all_input_nodes, 0))
+        raise NotComputedAheadError(f"{named(node)} has sizes that are known only at run time")
+    _as_json((node.args, node.kwargs), dict.fromkeys(node.all_input_nodes, 0))
     device = node.kwargs.get("device")
     if device is not None and device != fake_value(node.all_input_nodes[0]).device:
         raise NotComputedAheadError(f"{named(node)} moves it to {device}")
@@ -106,22 +106,22 @@ def _check_step(node: Node) -> None:
 
 def _is_static(node: Node) -> bool:
     values = several(fake_value(node))
-    return all(isinstance(one, torch.Tensor) and all(isinstance(size, int) for size in one.shape) for one in values)
+    return all(isinstance(item, torch.Tensor) and all(isinstance(size, int) for size in item.shape) for item in values)
 
 
-def _written(argument: Any, number_of: Mapping[Node, int]) -> Any:
-    """An argument as a recipe has it. Raises NotComputedAheadError."""
+def _as_json(argument: Any, number_of: Mapping[Node, int]) -> Any:
+    """Return an argument in the JSON form of recipes. Raises NotComputedAheadError."""
     if isinstance(argument, Node):
         return {"value": number_of[argument]}
     if isinstance(argument, (list, tuple)):
-        return [_written(part, number_of) for part in argument]
+        return [_as_json(item, number_of) for item in argument]
     if isinstance(argument, dict):
-        # Its device is that of what it copies, wherever that is.
-        return {name: _written(part, number_of) for name, part in argument.items() if name != "device"}
+        # The result is on the device of the operand, which is known when the recipe runs.
+        return {name: _as_json(item, number_of) for name, item in argument.items() if name != "device"}
     if isinstance(argument, torch.dtype):
         return {"dtype": dtype_name(argument)}
     if isinstance(argument, torch.memory_format):
         return {"memory_format": str(argument).removeprefix("torch.")}
     if argument is None or isinstance(argument, (bool, int, float, str)):
         return argument
-    raise NotComputedAheadError(f"it is computed with {argument}, which is no number, type or size")
+    raise NotComputedAheadError(f"it is computed with {argument}; expected numbers, types and sizes")

@@ -1,8 +1,8 @@
-"""Counts by `torch.bincount` of a length that a graph asserts: written with that length, so that nothing has to wait.
+"""Replacement of `torch.bincount` by an operator with a fixed result size, if the graph asserts this size.
 
-`bincount(ids, minlength=n)` has n elements, or more where an id is n or larger, which only a run tells. A graph that
-views the counts as n numbers has been captured with an assertion that there are n. Then they are those of a
-`scatter_add` into n zeros, which takes no id beyond them either.
+`bincount(ids, minlength=n)` has n elements, or more if an id is at least n, so the host must wait for the size. A graph
+that views the counts as n numbers was captured with an assertion that there are n. Then a `scatter_add` to n zeros has
+the same result, and does not support larger ids either.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ def fix_count_lengths(graph: Graph) -> None:
     for node in list(graph.nodes):
         if not is_call(node, aten.bincount.default):
             continue
-        given = all_arguments(node)
-        if given.get("weights") is not None or not _has_length(node, given["minlength"]):
+        arguments = all_arguments(node)
+        if arguments.get("weights") is not None or not _has_length(node, arguments["minlength"]):
             continue
         writer = GraphWriter(graph, node)
         with graph.inserting_before(node):
-            counts = _counted(given["self"], given["minlength"], writer)
+            counts = _scatter_counts(arguments["self"], arguments["minlength"], writer)
         node.replace_all_uses_with(counts)
         refresh_fake_values(graph, counts)
         erase_unread(graph, node)
 
 
 def _has_length(node: Node, number: object) -> bool:
-    """True where the shape environment has it that the counts `node` are so many."""
+    """Return whether the shape environment asserts or knows that `node` has `number` elements."""
     size = fake_value(node).shape[0]
-    known = size_expression(size)
-    if not isinstance(size, torch.SymInt) or not known.is_Symbol:
-        return bool(known == number)  # that the symbol is this number is known already
-    conditions = size.node.shape_env.deferred_runtime_asserts.get(known, ())
-    return any(condition.expr in (sympy.Eq(known, number), sympy.Eq(number, known)) for condition in conditions)
+    length = size_expression(size)
+    if not isinstance(size, torch.SymInt) or not length.is_Symbol:
+        return bool(length == number)
+    conditions = size.node.shape_env.deferred_runtime_asserts.get(length, ())
+    return any(condition.expr in (sympy.Eq(length, number), sympy.Eq(number, length)) for condition in conditions)
 
 
-def _counted(ids: Node, number: int, writer: GraphWriter) -> Node:
+def _scatter_counts(ids: Node, number: int, writer: GraphWriter) -> Node:
     if fake_value(ids).dtype is not torch.int64:
         ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
     like = {"dtype": torch.int64, "device": fake_value(ids).device}

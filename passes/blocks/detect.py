@@ -2,21 +2,20 @@
 
 Contract
     in    a functional ATen inference graph, `meta["val"]` on every node
-    out   the same graph, untouched; `plan.blocks` and `plan.banks` filled, one refusal for everything that looked like
-          a block and was not taken
+    out   the same graph, unchanged; a plan with blocks, banks, and a refusal for everything that is almost a block
 
 Pseudo-code
     for each GEMM (grouped_mm, its fallback, bmm) with expert weights [E, ., .] as an operand:
-        follow the weights through views, and through the selection by expert for batched_mm, to where they enter
-    group the GEMMs that serve the same tokens: the same offsets, the same expert ids, or a chain of dense GEMMs; pairs
-    of low rank (`low_rank.py`) belong to the block of the GEMM that they stand beside
+        follow the weights through views, and for batched_mm through the selection by expert, to their source
+    group the GEMMs of the same tokens: the same offsets, the same expert ids, or a chain of dense GEMMs; low-rank pairs
+    (`low_rank.py`) belong to the block of the GEMM whose result they change
     for each group:
-        the GEMMs before the last are up projections, the last one is the down projection
-        check that experts and widths fit, and that all weights lie in one bank, or all in none
-    for each bank tensor that no block claims:
-        refuse, and say where it is read
-    for each bank that a branch or loop of the graph reads (`torch.cond` has graphs of its own):
-        refuse: it is gathered synchronously there
+        the last GEMM is the down projection, the others are up projections
+        check that experts and widths match, and that all weights are in one bank, or none are
+    for each bank tensor that no block reads:
+        refuse it, with the place where it is read
+    for each bank that a branch or loop of the graph reads (`torch.cond` has inner graphs):
+        refuse it, because it is gathered synchronously there
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from moepass.passes.ops.walk import ancestors
 
 _ALONE = "an expert GEMM without a partner: a block has an up and a down, which share offsets or expert ids"
 _ALONE_AND_DENSE = (
-    "it multiplies every row by the weights of every expert, and the GEMM before it does so in another form, or there "
-    "is none. Where a router chooses some experts of each token, expected the weights of the others to be zero by "
-    "construction, such as zeros.scatter(1, ids, weights)"
+    "it multiplies every row by the weights of every expert, and no GEMM before it does so in the same form. If a "
+    "router chooses some experts of each token, expected the weights of the others to be zero by construction, such as "
+    "zeros.scatter(1, ids, weights)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockMatch:
-    """A block in the graph: its record and the nodes behind it."""
+    """A block in the graph: its record and its nodes."""
 
     record: MoEBlock
     gemms: tuple[ExpertGemm, ...]
-    # Those of `gemms` that stand beside others, as pairs of low rank.
+    # The `gemms` of low-rank pairs.
     low_rank: tuple[ExpertGemm, ...] = ()
 
 
@@ -65,32 +64,32 @@ class Detection:
 
 @graph_pass(provides={"blocks"})
 def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Fill `plan.blocks`, `plan.banks` and the refusals from what `find_blocks` finds."""
-    found = find_blocks(module.graph)
-    # Banks of blocks that pass eliminate_expert_parallelism took are in the plan already.
+    """Add the blocks of the graph, their banks, and refusals to the plan."""
+    detection = find_blocks(module.graph)
+    # The plan already has the banks of eliminate_expert_parallelism.
     banks = plan.banks + tuple(_bank_specs(list(graphs_within(module))))
-    # Of an operator that other ranks wait at, pass eliminate_expert_parallelism has told.
-    told = {refusal.node for refusal in plan.refusals if refusal.crosses_ranks}
-    refusals = tuple(refusal for refusal in found.refusals if refusal.node not in told)
+    # The plan already has refusals of operators that communicate, from eliminate_expert_parallelism.
+    refused_nodes = {refusal.node for refusal in plan.refusals if refusal.crosses_ranks}
+    refusals = tuple(refusal for refusal in detection.refusals if refusal.node not in refused_nodes)
     plan = dataclasses.replace(
         plan,
-        blocks=tuple(match.record for match in found.matches),
+        blocks=tuple(match.record for match in detection.matches),
         banks=banks,
         refusals=plan.refusals + refusals + tuple(_inner_reads(module)),
     )
-    return PassResult(module, plan, matches=tuple(match.record.name for match in found.matches))
+    return PassResult(module, plan, matches=tuple(match.record.name for match in detection.matches))
 
 
 def find_blocks(graph: Graph, *, may_compute: bool = False) -> Detection:
-    """Every MoE block of `graph`, in host order, and a refusal for every near miss; `may_compute`: see expert_gemms."""
+    """Return the MoE blocks of `graph` in host order, and refusals; `may_compute` is that of `expert_gemms`."""
     gemms, refusals = expert_gemms(graph, may_compute=may_compute)
     matches: list[BlockMatch] = []
-    beside: dict[ExpertGemm, list[ExpertGemm]] = defaultdict(list)
+    low_rank: dict[ExpertGemm, list[ExpertGemm]] = defaultdict(list)
     for pair in low_rank_pairs(gemms):
-        beside[pair.main] += [pair.first, pair.second]
-    of_pairs = {gemm.node for pair in beside.values() for gemm in pair}
-    for group in _groups([gemm for gemm in gemms if gemm.node not in of_pairs]):
-        outcome = _check_group(group, [gemm for main in group for gemm in beside[main]])
+        low_rank[pair.main] += [pair.first, pair.second]
+    low_rank_nodes = {gemm.node for pair in low_rank.values() for gemm in pair}
+    for group in _groups([gemm for gemm in gemms if gemm.node not in low_rank_nodes]):
+        outcome = _check_group(group, [gemm for main in group for gemm in low_rank[main]])
         if isinstance(outcome, Refusal):
             refusals.append(outcome)
         else:
@@ -107,14 +106,14 @@ def _groups(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
             dense.append(gemm)
         else:
             by_key[gemm.form, gemm.key].append(gemm)
-    chains = [chain for sharing in by_key.values() for chain in _split_where_fed(sharing)]
+    chains = [chain for sharing in by_key.values() for chain in _split_into_blocks(sharing)]
     return chains + _dense_chains(dense)
 
 
-def _split_where_fed(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
-    """GEMMs of one key, in host order, as blocks: layers that share a routing decision share the key.
+def _split_into_blocks(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
+    """Split GEMMs of one key, in host order, into blocks: layers that share a routing decision share the key.
 
-    The first GEMM that an earlier one of the same block feeds is that block's last.
+    A block ends with the first GEMM that depends on an earlier GEMM of the block.
     """
     chains: list[list[ExpertGemm]] = [[]]
     for gemm in gemms:
@@ -131,7 +130,7 @@ def _depends_on(node: Node, sources: set[Node]) -> bool:
 
 
 def _dense_chains(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
-    """Dense GEMMs that feed each other: a chain ends where a GEMM's output reaches no further one."""
+    """Return chains of dense GEMMs, each of which depends on the ones before."""
     anchors = {gemm.node: gemm for gemm in gemms}
     chains: list[list[ExpertGemm]] = []
     fed: set[Node] = set()
@@ -172,15 +171,15 @@ def _check_group(group: list[ExpertGemm], low_rank: list[ExpertGemm]) -> BlockMa
             "(in, out); expected one or two up GEMMs whose outputs are as wide, together, as the down GEMM's "
             "input, or twice that",
         )
-    every = sorted([*group, *low_rank], key=lambda gemm: gemm.node)
-    banks = {_bank_of(gemm.weights) for gemm in every}
+    gemms = sorted([*group, *low_rank], key=lambda gemm: gemm.node)
+    banks = {_bank_of(gemm.weights) for gemm in gemms}
     if len(banks) > 1:
         reason = "its weights lie in different banks, or only some of them in a bank: offload them all with one call"
         return refused(down.node, reason)
     (bank,) = banks
-    sources = {gemm.weights for gemm in every}
+    sources = {gemm.weights for gemm in gemms}
     record = MoEBlock(
-        # The bank's name says which layer it is even where a graph break left only a part of the model in sight.
+        # The name of the bank identifies the layer even if a graph break separated it from the rest of the model.
         name=_bank_name(down.weights) or where or place_of(down.node),
         form=down.form,
         experts=counts[0],
@@ -190,11 +189,11 @@ def _check_group(group: list[ExpertGemm], low_rank: list[ExpertGemm]) -> BlockMa
         gated=total_outer == 2 * intermediate,
         dtype=dtype_name(fake_value(down.weights).dtype),
         weight_bytes=sum(fake_value(source).numel() * fake_value(source).element_size() for source in sources),
-        gemms=tuple(gemm.node.name for gemm in every),
+        gemms=tuple(gemm.node.name for gemm in gemms),
         bank=bank,
         parallel=_parallel_of(down.weights),
     )
-    return BlockMatch(record, tuple(every), tuple(low_rank))
+    return BlockMatch(record, tuple(gemms), tuple(low_rank))
 
 
 def _bank_of(source: Node) -> int | None:
@@ -217,7 +216,7 @@ def _parallel_of(source: Node) -> str:
 
 
 def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Refusal]:
-    claimed = {node for of_match in claimed_bank_tensors(graph, matches) for node in of_match}
+    claimed = {node for tensors in claimed_bank_tensors(graph, matches) for node in tensors}
     return [
         refused(
             node,
@@ -230,7 +229,7 @@ def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Ref
 
 
 def _inner_reads(module: GraphModule) -> list[Refusal]:
-    """One refusal for each bank that a graph inside `module` reads. Raises PlanError for one that lies in shards."""
+    """Return a refusal for each bank that an inner graph reads. Raises PlanError for a bank that is not complete."""
     _, *inner = graphs_within(module)
     reads = {bank_arguments(node).bank: node for graph in inner for node in graph.nodes if is_call(node, BANK_TENSOR)}
     refusals = []
@@ -238,14 +237,14 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
         read = bank_arguments(node)
         is_in_files = home_named(read.home).is_in_files
         if len(read.expert_bounds) > 2 or is_in_files or read.decoder:
-            place = "rests in files" if is_in_files else f"lies in shards on {len(read.expert_bounds) - 1} ranks"
+            state = "rests in files" if is_in_files else f"lies in shards on {len(read.expert_bounds) - 1} ranks"
             remedy = ", or in the memory of one process"
             if read.decoder:
-                place, remedy = f"rests encoded ({read.decoder})", ""
+                state, remedy = f"rests encoded ({read.decoder})", ""
             raise PlanError(
-                f"bank {read.bank_name} {place} and is read inside a "
+                f"bank {read.bank_name} {state} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
-                f"its like{remedy}",
+                f"similar operators{remedy}",
                 name=read.bank_name,
             )
         reason = "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"
@@ -254,21 +253,21 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
 
 
 def claimed_bank_tensors(graph: Graph, matches: Sequence[BlockMatch]) -> list[list[Node]]:
-    """The bank tensors that each of `matches` reads, in host order: its weights, and the biases of the same bank.
+    """Return the bank tensors of each of `matches`, in host order: its weights, and the biases of the same bank.
 
-    Where one bank serves several blocks (a layer applied twice), a tensor belongs to the first block whose last
-    GEMM comes after it.
+    If several blocks read one bank (a layer applied twice), a tensor belongs to the first block whose last GEMM comes
+    after it.
     """
-    place = positions(graph)
+    position = positions(graph)
     ends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, match in enumerate(matches):
         if match.record.bank is not None:
-            ends[match.record.bank].append((place[match.gemms[-1].node], index))
+            ends[match.record.bank].append((position[match.gemms[-1].node], index))
     claimed: list[list[Node]] = [[] for _ in matches]
     for node in graph.nodes:
-        if is_call(node, BANK_TENSOR) and (of_bank := sorted(ends[bank_arguments(node).bank])):
+        if is_call(node, BANK_TENSOR) and (bank_ends := sorted(ends[bank_arguments(node).bank])):
             # A bias is added after the last GEMM, but gathered before or right after it.
-            owner = next((index for end, index in of_bank if place[node] <= end), of_bank[-1][1])
+            owner = next((index for end, index in bank_ends if position[node] <= end), bank_ends[-1][1])
             claimed[owner].append(node)
     return claimed
 
@@ -294,12 +293,12 @@ class BankTensorArguments:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the shard holds the complete bank as it is in a slot."""
+        """Return whether the shard is the complete bank in the format of a slot."""
         return not self.expert_bounds and not self.decoder
 
     @property
     def format(self) -> BankFormat:
-        # A shard that is the complete bank has its size.
+        # Without sizes, the shard is the complete bank.
         if not self.format_bytes:
             return BankFormat.plain(int(fake_value(self.shard).numel()))
         home_bytes, link_bytes, slot_bytes = self.format_bytes
@@ -315,7 +314,6 @@ def bank_arguments(node: Node) -> BankTensorArguments:
 
 
 def _bank_specs(graphs: list[Graph]) -> list[BankSpec]:
-    """The banks that `graphs` read, by index; each lists the tensors that they read."""
     tensors: dict[int, dict[int, TensorSpec]] = defaultdict(dict)
     reads: dict[int, BankTensorArguments] = {}
     for node in (node for graph in graphs for node in graph.nodes):

@@ -1,4 +1,4 @@
-"""The GEMMs of a graph that read expert weights: which they are, and where their weights enter.
+"""The GEMMs of a graph that read expert weights, and the sources of these weights.
 
 grouped_mm    aten._grouped_mm, or transformers' fallback operator: rows sorted by expert
 batched_mm    aten.bmm over weights that were selected for each row
@@ -17,10 +17,10 @@ from moepass.passes.blocks.computed_weights import (
     NotComputedAheadError,
     before_transposes,
     is_computed,
-    steps_behind,
+    weight_steps,
 )
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
-from moepass.passes.blocks.opaque_experts import is_foreign, why_opaque
+from moepass.passes.blocks.opaque_experts import is_foreign, opaque_reason
 from moepass.passes.graph.nodes import fake_value, is_call, module_path
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, in_words, source_line
 from moepass.passes.ir.plan import Refusal
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGemm:
-    """One GEMM with expert weights: `weights` is where they enter, [experts, ., .]."""
+    """A GEMM with expert weights; `weights` [experts, ., .] is their source before views."""
 
     node: Node
     form: str
@@ -49,7 +49,7 @@ class ExpertGemm:
 
 
 def expert_gemms(graph: Graph, *, may_compute: bool = False) -> tuple[list[ExpertGemm], list[Refusal]]:
-    """The GEMMs of `graph`, and near misses; `may_compute`: weights of grouped GEMMs may be computed of parameters."""
+    """Return the expert GEMMs of `graph`, and refusals; with `may_compute`, weights may be computed from parameters."""
     gemms: list[ExpertGemm] = []
     refusals: list[Refusal] = []
     outcome: ExpertGemm | Refusal | None
@@ -71,13 +71,13 @@ def _opaque_experts(node: Node) -> Refusal | None:
     if not is_foreign(node):
         return None
     weights = [used for used in node.all_input_nodes if is_expert_weight(_weight_source(used))]
-    reason = why_opaque(node, weights)
+    reason = opaque_reason(node, weights)
     return None if reason is None else refused(node, reason)
 
 
 def is_grouped_gemm(node: Node) -> bool:
-    """True for `rows[ends[e - 1]:ends[e]] @ weights[e]` for every e, in either of the forms that torch captures."""
-    # The fallback operator exists only once transformers was imported, so it is recognised by name.
+    """Return whether `node` is `rows[ends[e - 1]:ends[e]] @ weights[e]` for every e, in a form that torch captures."""
+    # The fallback operator exists only after transformers was imported, so it is recognised by name.
     return is_call(node, aten._grouped_mm.default) or (
         node.op == "call_function" and str(node.target) == "transformers.grouped_mm_fallback.default"
     )
@@ -92,20 +92,20 @@ def _grouped_gemm(node: Node, may_compute: bool) -> ExpertGemm | Refusal:
         return refused(node, "a grouped GEMM without offsets does not say which rows belong to which expert: pass offs")
     source = _weight_source(weight)
     shape = fake_value(weight).shape
-    is_as_it_is = is_expert_weight(source)
-    if may_compute and (not is_as_it_is or fake_value(source).shape[0] != shape[0]):
+    is_weight = is_expert_weight(source)
+    if may_compute and (not is_weight or fake_value(source).shape[0] != shape[0]):
         computed = before_transposes(weight)
-        is_as_it_is = is_computed(computed)
-        source = computed if is_as_it_is else source
-    if not is_as_it_is:
-        return _foreign_weight(node, source, may_compute)
+        is_weight = is_computed(computed)
+        source = computed if is_weight else source
+    if not is_weight:
+        return _refused_weight(node, source, may_compute)
     return ExpertGemm(node, "grouped_mm", offsets, source, activations, int(shape[1]), int(shape[2]))
 
 
 def _batched_gemm(node: Node) -> ExpertGemm | Refusal | None:
-    for operand, other in (node.args, tuple(reversed(node.args))):
+    for operand, rows in (node.args, tuple(reversed(node.args))):
         assert isinstance(operand, Node)
-        assert isinstance(other, Node)
+        assert isinstance(rows, Node)
         selected = _weight_source(operand)
         if is_call(selected, aten.index.Tensor):
             weights, indices = selected.args[0], selected.args[1]
@@ -114,17 +114,17 @@ def _batched_gemm(node: Node) -> ExpertGemm | Refusal | None:
                 ids = indices[0]
                 if isinstance(ids, Node) and is_expert_weight(source):
                     inner, outer = _batched_widths(node, operand)
-                    return ExpertGemm(node, "batched_mm", view_source(ids), source, other, inner, outer)
+                    return ExpertGemm(node, "batched_mm", view_source(ids), source, rows, inner, outer)
         elif is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
-            if selected.op == "placeholder" and is_expert_weight(_weight_source(other)):
-                continue  # two inputs of one kind, as in attention over given queries and keys: neither is a weight
+            if selected.op == "placeholder" and is_expert_weight(_weight_source(rows)):
+                continue  # two equal inputs, such as queries and keys of attention: neither is a weight
             inner, outer = _batched_widths(node, operand)
-            return ExpertGemm(node, "dense_bmm", node, selected, other, inner, outer)
+            return ExpertGemm(node, "dense_bmm", node, selected, rows, inner, outer)
     return None
 
 
 def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
-    """(inner, outer) width of the GEMM; the weight may stand on either side."""
+    """Return the inner and outer width of a GEMM with the weight on either side."""
     shape = fake_value(weight).shape
     if node.args[1] is weight:
         return int(shape[1]), int(shape[2])
@@ -132,51 +132,51 @@ def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
 
 
 def _weight_source(node: Node) -> Node:
-    """Return the node behind all views of a weight; an element of a gather counts as a tensor of its own."""
+    """Return the source of a weight before all views; an element of a gather is a source."""
     return origin(node, passes=lambda step: gather_of(step) is None and is_view(step))
 
 
 def is_expert_weight(node: Node) -> bool:
-    """Whether expert weights enter the graph at `node`: as a tensor of a bank, or as an input [experts, ., .]."""
+    """Return whether `node` is a source of expert weights: a bank tensor, or inputs [experts, ., .]."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 3 or not value.is_floating_point():
         return False
     if is_call(node, BANK_TENSOR) or gather_of(node) is not None:
         return True
-    # A weight has a fixed shape, and nobody passes it from call to call.
+    # A weight has a fixed shape, and is no argument of the call.
     is_input = node.op == "placeholder" or is_expert_stack(node)
-    is_weight = is_input and not any(one.meta.get(ARGUMENT_KEY, False) for one in parameters_of(node))
+    is_weight = is_input and not any(parameter.meta.get(ARGUMENT_KEY, False) for parameter in parameters_of(node))
     return is_weight and all(isinstance(size, int) for size in value.shape)
 
 
-def _foreign_weight(node: Node, source: Node, may_compute: bool) -> Refusal:
-    found = describe_node(source)
+def _refused_weight(node: Node, source: Node, may_compute: bool) -> Refusal:
+    description = describe_node(source)
     if may_compute:
         try:
-            steps_behind(source)
+            weight_steps(source)
         except NotComputedAheadError as error:
-            found += f": {in_words(str(error), node.graph)}"
+            description += f": {in_words(str(error), node.graph)}"
     return refused(
         node,
-        f"the weights are computed in the graph (by {found}), so they are not a bank that can be moved; keep "
+        f"the weights are computed in the graph (by {description}), so they are not a bank that can be moved; keep "
         "parameters [experts, ., .] in the type in which the GEMM reads them",
     )
 
 
 def gather_of(node: Node) -> Node | None:
-    """The gather that `node` is a tensor of: blocks that pass eliminate_expert_parallelism took have one already."""
+    """Return the gather of which `node` is an element, or None. Blocks of eliminate_expert_parallelism have one."""
     return node.args[0] if is_call(node, operator.getitem) and is_call(node.args[0], gather) else None  # type: ignore[return-value]
 
 
 def top_k(up: ExpertGemm) -> int | None:
-    """Rows of the GEMM per row of the tokens that were gathered for it, where that is a number."""
+    """Return the number of rows of the GEMM for each token, or None if it is unknown."""
     if up.form == "dense_bmm":
         return None
     rows = fake_value(up.activations).shape[0]
     node = up.activations
     while True:
         if is_call(node, aten.expand.default):
-            # repeat_interleave, taken apart: every token's row, k times.
+            # repeat_interleave is captured as an expand of every row to k copies.
             before, after = fake_value(node.args[0]).shape, fake_value(node).shape  # type: ignore[arg-type]
             ones = [new for old, new in zip(before, after, strict=False) if isinstance(old, int) and old == 1]
             copies = [new for new in ones if isinstance(new, int) and 1 < new <= up.experts]
@@ -187,7 +187,7 @@ def top_k(up: ExpertGemm) -> int | None:
             continue
         if is_call(node, aten.mul.Tensor) and str(fake_value(node.args[0]).shape) == str(fake_value(node).shape):  # type: ignore[arg-type]
             node = node.args[0]  # type: ignore[assignment]
-            continue  # rows that are weighed before the experts
+            continue  # rows that are weighted before the experts
         if is_call(node, aten.index.Tensor, aten.index_select.default, aten.repeat_interleave.self_int):
             tokens = fake_value(node.args[0]).shape[0]  # type: ignore[arg-type]
             return next((k for k in range(1, up.experts + 1) if _always_equal(rows, tokens * k)), None)
@@ -195,7 +195,7 @@ def top_k(up: ExpertGemm) -> int | None:
 
 
 def _always_equal(left: object, right: object) -> bool:
-    """Equality of two sizes as expressions, without adding a guard."""
+    """Return whether two sizes are equal expressions, without adding a guard."""
     left_expression = left.node.expr if isinstance(left, torch.SymInt) else left
     right_expression = right.node.expr if isinstance(right, torch.SymInt) else right
     return bool(left_expression == right_expression)

@@ -15,16 +15,13 @@ from moepass.passes.ops.walk import first_inputs, origin
 
 aten = torch.ops.aten
 
-# These keep 0 and 1.
-_SAME = (Trait.COPY, Trait.CAST)
+# Operators that do not change 0 and 1.
+_KEEPS_MASK = (Trait.COPY, Trait.CAST)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A mask of `ids` [tokens, k], all of them different for each token; [experts, tokens] if it `is_by_expert`.
-
-    It may leave some of them out if it `is_partial`.
-    """
+    """A mask of k different `ids` of each token, or of some if `is_partial`; [experts, tokens] if `is_by_expert`."""
 
     ids: Node
     is_by_expert: bool
@@ -33,19 +30,19 @@ class Mask:
 
 def chosen_experts(node: Node) -> Mask | None:
     """Return `node` as a mask of all chosen experts, or None if that is not known."""
-    is_turned = False
+    is_by_expert = False
     while True:
         base, arguments = base_operation(node), all_arguments(node)
         if has_trait(node, Trait.PERMUTE) and fake_value(node).dim() == 2:
-            is_turned ^= permutation(node) == [1, 0]
+            is_by_expert ^= permutation(node) == [1, 0]
         elif base == "ne":
             if arguments["other"] != 0:
                 return None
-        elif not has_trait(node, *_SAME):
+        elif not has_trait(node, *_KEEPS_MASK):
             break
         node = node.all_input_nodes[0]
     ids = _ids_of_mask(node)
-    return None if ids is None or not _are_different(ids) else Mask(ids, is_turned)
+    return None if ids is None or not _are_different(ids) else Mask(ids, is_by_expert)
 
 
 def gathered_mask(node: Node) -> Collective | None:
@@ -58,12 +55,12 @@ def gathered_mask(node: Node) -> Collective | None:
 
 
 def at_most_chosen(node: Node) -> Mask | None:
-    """Return `node` as a mask of chosen experts that may leave some of them out, as those beyond a capacity."""
+    """Return `node` as a mask of chosen experts that may leave out some, such as those beyond a capacity, or None."""
     mask = chosen_experts(node)
     if mask is not None or fake_value(node).dtype is not torch.bool:
         return mask
     shape = str(fake_value(node).shape)
-    if has_trait(node, *_SAME):  # integers other than 0 become True
+    if has_trait(node, *_KEEPS_MASK):  # integers other than 0 become True
         node = node.all_input_nodes[0]
     # A product of 0 and an infinite number is not 0.
     if not has_trait(node, Trait.AND) or fake_value(node).is_floating_point():
@@ -80,19 +77,19 @@ def _ids_of_mask(node: Node) -> Node | None:
     if node.op != "call_function" or not is_call(node, aten.scatter.value):
         return None
     arguments = all_arguments(node)
-    is_zero = fill_number(origin(arguments["self"], *_SAME)) == 0
+    is_zero = fill_number(origin(arguments["self"], *_KEEPS_MASK)) == 0
     ids = arguments["index"]
     if not is_zero or arguments["dim"] % 2 != 1 or arguments["value"] != 1 or fake_value(ids).dim() != 2:
         return None
     rows = [str(fake_value(tensor).shape[0]) for tensor in (node, ids)]
-    return ids if rows[0] == rows[1] else None  # else the last tokens have no experts
+    return ids if rows[0] == rows[1] else None  # otherwise, the last tokens have no experts
 
 
 def _are_different(ids: Node) -> bool:
     """Return whether `ids` are those of a top-k of each row."""
-    *steps, ids = first_inputs(ids, lambda step: has_trait(step, *_SAME))
+    *steps, ids = first_inputs(ids, lambda step: has_trait(step, *_KEEPS_MASK))
     if any(fake_value(step).dtype not in (torch.int64, torch.int32) for step in steps):
-        return False  # two experts may be one in it
+        return False  # rounding may make two ids equal
     if base_operation(ids) != "getitem" or ids.args[1] != 1:
         return False
     chosen = ids.args[0]

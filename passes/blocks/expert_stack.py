@@ -1,7 +1,7 @@
-"""The tensor [experts, ..] of parameters that a model keeps one by one for its experts.
+"""Stacks [experts, ..] of the parameters of single experts.
 
-It is written as Inductor takes `torch.stack` apart, which it does not lower itself. Behind pass lower_expert_stacks it
-is one operator.
+A stack is a concatenation of unsqueezed parameters, the decomposition of `torch.stack` that Inductor uses, because it
+does not lower `torch.stack`. Pass lower_expert_stacks replaces it by one operator.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ aten = torch.ops.aten
 
 
 def is_expert_stack(node: Node) -> bool:
-    """True where `node` puts inputs of the graph, none of them twice, into one tensor [experts, ..]."""
-    inputs = _parts(node)
-    return bool(inputs) and len(set(inputs)) == len(inputs) and all(one.op == "placeholder" for one in inputs)
+    """Return whether `node` stacks different inputs of the graph."""
+    inputs = _stacked_inputs(node)
+    return bool(inputs) and len(set(inputs)) == len(inputs) and all(operand.op == "placeholder" for operand in inputs)
 
 
-def _parts(node: Node) -> tuple[Node, ...]:
+def _stacked_inputs(node: Node) -> tuple[Node, ...]:
     if is_call(node, EXPERT_STACK):
         return tuple(node.args[0])  # type: ignore[arg-type]
     if not is_call(node, aten.cat.default) or all_arguments(node)["dim"] != 0:
         return ()
-    parts = all_arguments(node)["tensors"]
-    if not all(is_call(part, aten.unsqueeze.default) and part.args[1] == 0 for part in parts):
+    slices = all_arguments(node)["tensors"]
+    if not all(is_call(unsqueezed, aten.unsqueeze.default) and unsqueezed.args[1] == 0 for unsqueezed in slices):
         return ()
-    return tuple(part.args[0] for part in parts)
+    return tuple(unsqueezed.args[0] for unsqueezed in slices)
 
 
 def parameters_of(tensor: Node) -> tuple[Node, ...]:
-    """The inputs that an expert tensor [experts, ..] consists of: itself, or one for each expert."""
-    return _parts(tensor) if is_expert_stack(tensor) else (tensor,)
+    """Return the inputs of which an expert tensor [experts, ..] consists: itself, or one for each expert."""
+    return _stacked_inputs(tensor) if is_expert_stack(tensor) else (tensor,)

@@ -1,6 +1,6 @@
-"""Pairs of matrices of low rank beside the weights of experts, as LoRA has them: y = x W + (x A) B · scale.
+"""Low-rank pairs of expert weights, such as those of LoRA: y = x W + (x A) B · scale.
 
-W [experts, in, out], A [experts, in, rank] and B [experts, rank, out] are all weights of the experts.
+W is [experts, in, out], A [experts, in, rank], and B [experts, rank, out].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moepass.passes.ops.walk import descendants, origin
 
 aten = torch.ops.aten
 
-# Between the two products, and behind them.
+# Between the two products, and after them.
 _MOST_STEPS = 8
 
 
@@ -37,49 +37,49 @@ def low_rank_pairs(gemms: Sequence[ExpertGemm]) -> list[LowRankPair]:
     by_node = {gemm.node: gemm for gemm in gemms}
     pairs: list[LowRankPair] = []
     for second in gemms:
-        first = by_node.get(_before_scales(second.activations))
-        if first is None or not _fit(first, second):
+        first = by_node.get(_unscaled(second.activations))
+        if first is None or not _is_low_rank(first, second):
             continue
         mains = [
             gemm
             for gemm in gemms
             if gemm not in (first, second)
-            and _is_beside(gemm, first)
+            and _has_same_rows(gemm, first)
             and (gemm.inner, gemm.outer) == (first.inner, second.outer)
-            and _meet(gemm.node, second.node)
+            and _are_summed(gemm.node, second.node)
         ]
         if len(mains) == 1:
             pairs.append(LowRankPair(mains[0], first, second))
     return pairs
 
 
-def _fit(first: ExpertGemm, second: ExpertGemm) -> bool:
+def _is_low_rank(first: ExpertGemm, second: ExpertGemm) -> bool:
     is_low = first.outer == second.inner and first.outer < min(first.inner, second.outer)
-    return is_low and _is_alike(first, second)
+    return is_low and _have_same_groups(first, second)
 
 
-def _is_alike(one: ExpertGemm, other: ExpertGemm) -> bool:
-    same_key = one.form == other.form and (one.form == "dense_bmm" or one.key is other.key)
-    return same_key and one.experts == other.experts
+def _have_same_groups(left: ExpertGemm, right: ExpertGemm) -> bool:
+    same_key = left.form == right.form and (left.form == "dense_bmm" or left.key is right.key)
+    return same_key and left.experts == right.experts
 
 
-def _is_beside(main: ExpertGemm, first: ExpertGemm) -> bool:
-    return _is_alike(main, first) and _before_casts(main.activations) is _before_casts(first.activations)
+def _has_same_rows(main: ExpertGemm, first: ExpertGemm) -> bool:
+    return _have_same_groups(main, first) and _uncast(main.activations) is _uncast(first.activations)
 
 
-def _before_casts(node: Node) -> Node:
+def _uncast(node: Node) -> Node:
     return origin(node, passes=lambda step: is_view(step) or has_trait(step, Trait.CAST, Trait.COPY))
 
 
-def _before_scales(node: Node) -> Node:
-    """Return the value from which views, casts and products with numbers make `node`."""
+def _unscaled(node: Node) -> Node:
+    """Return the source of `node` before views, casts and products with numbers."""
     for _ in range(_MOST_STEPS):
-        before = _before_casts(node)
-        if is_call(before, aten.mul.Tensor) and _is_scaled(before):
-            before = before.args[0]  # type: ignore[assignment]
-        if before is node:
+        source = _uncast(node)
+        if is_call(source, aten.mul.Tensor) and _is_scaled(source):
+            source = source.args[0]  # type: ignore[assignment]
+        if source is node:
             break
-        node = before
+        node = source
     return node
 
 
@@ -88,19 +88,19 @@ def _is_scaled(node: Node) -> bool:
     factor = all_arguments(node)["other"]
     if not isinstance(factor, Node):
         return True
-    table = _before_casts(factor)
+    table = _uncast(factor)
     if is_call(table, aten.index.Tensor):  # a lookup in a tensor of one number
         factor = all_arguments(table)["self"]
     value = fake_value(factor)
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
-def _meet(main: Node, second: Node) -> bool:
-    """Return whether a sum adds the results of both, each of them scaled, cast or biased."""
-    return bool(_sums_behind(main) & _sums_behind(second))
+def _are_summed(main: Node, second: Node) -> bool:
+    """Return whether a sum adds the results of both GEMMs, each possibly scaled, cast or biased."""
+    return bool(_sums_after(main) & _sums_after(second))
 
 
-def _sums_behind(node: Node) -> set[Node]:
+def _sums_after(node: Node) -> set[Node]:
     def is_step(user: Node) -> bool:
         is_scaled = is_call(user, aten.add.Tensor) or base_operation(user) == "mul"
         is_same = is_view(user) or has_trait(user, Trait.CAST, Trait.COPY)

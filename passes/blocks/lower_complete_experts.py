@@ -1,16 +1,15 @@
-"""Turn complete experts that a model asks for itself, by an operator, into gathers that can be prefetched.
+"""Replace `moepass::complete_experts` operators of a model by gathers that can be prefetched.
 
 Contract
-    in    a captured graph, in which `moepass::complete_experts` makes the experts of all ranks from this rank's
-    out   every such operator whose results a recognised block reads is a `gather` of a bank that lies in shards on the
-          ranks of a group; the GEMMs stay as they came
-          an operator that cannot be one stays: it gathers synchronously where it stands, and a refusal says why
+    in    a captured graph with `moepass::complete_experts`, which returns the experts of all ranks
+    out   the same graph, in which each such operator that a recognised block reads is a `gather` of a bank in shards on
+          the ranks of a group; GEMMs are unchanged
+          other such operators stay, and gather synchronously; each has a refusal
 
 Pseudo-code
-    for each complete_experts that nothing stands against:
-        in a first copy of the graph, write gather(parts) in its place: both give one tensor for each part
-    find the blocks of that copy, and which gathers they read
-    in a second copy, write these gathers only, and describe the bank of each
+    in a first copy of the graph, replace each complete_experts without an obstacle by gather(parts)
+    find the blocks of this copy, and the gathers that they read
+    in a second copy, write only these gathers, and describe the bank of each
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from moepass.passes.ir.shards import pack_layout
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.ops.walk import readers
 
-# `layer` is a tensor of one number, by which the kernel (in the runtime) knows the layer: no constant, so that a graph
-# that serves several layers is compiled once. `parts` are this rank's experts of each tensor, [own experts, ...]; rank
-# r has [expert_bounds[r], expert_bounds[r + 1]). The result is the same list with all experts. `stay` says that every
-# part is the same memory in every run.
+# `layer` is a tensor with one number that identifies the layer for the kernel (in the runtime). It is not a constant,
+# so that several layers share one compiled graph. `parts` are this rank's experts of each tensor, [local experts, ...];
+# rank r has [expert_bounds[r], expert_bounds[r + 1]). The result is the same list with all experts. If `stay`, every
+# part has the same memory in every run.
 _library = torch.library.Library("moepass", "FRAGMENT")
 _library.define(
     "complete_experts(Tensor layer, Tensor[] parts, int[] expert_bounds, str group_name, bool stay) -> Tensor[]"
@@ -45,7 +44,7 @@ _library.define(
 def _fake_complete_experts(
     layer: torch.Tensor, parts: Sequence[torch.Tensor], expert_bounds: Sequence[int], group_name: str, stay: bool
 ) -> list[torch.Tensor]:
-    return [part.new_empty((expert_bounds[-1], *part.shape[1:])) for part in parts]
+    return [shard.new_empty((expert_bounds[-1], *shard.shape[1:])) for shard in parts]
 
 
 torch.library.register_fake("moepass::complete_experts", _fake_complete_experts, lib=_library)
@@ -54,13 +53,13 @@ COMPLETE_EXPERTS = torch.ops.moepass.complete_experts.default
 
 
 def complete_bank(name: str, parts: Sequence[torch.Tensor], expert_bounds: Sequence[int], group_name: str) -> BankSpec:
-    """The bank that `parts`, each [own experts, ...], are this rank's part of, whether in a graph or not.
+    """Return the bank of which `parts`, each [local experts, ...], are this rank's shard.
 
-    Its tensors are called by their places: ranks must agree on the names.
+    The names of its tensors are their indices, so that all ranks use the same names.
     """
     layout = pack_layout(
-        (f"tensor_{place}", (expert_bounds[-1], *(int(size) for size in part.shape[1:])), part.dtype)
-        for place, part in enumerate(parts)
+        (f"tensor_{index}", (expert_bounds[-1], *(int(size) for size in shard.shape[1:])), shard.dtype)
+        for index, shard in enumerate(parts)
     )
     plain = BankFormat.plain(layout.nbytes)
     return BankSpec(0, name, ADOPTED.name, plain, layout.tensors, tuple(expert_bounds), group_name)
@@ -68,7 +67,7 @@ def complete_bank(name: str, parts: Sequence[torch.Tensor], expert_bounds: Seque
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """The arguments of a `complete_experts` node by name, and the node."""
+    """A `complete_experts` node and its arguments."""
 
     node: Node
     parts: tuple[Node, ...]
@@ -79,13 +78,13 @@ class Completion:
     @staticmethod
     def of(node: Node) -> Completion:
         names = [argument.name for argument in COMPLETE_EXPERTS._schema.arguments]
-        given: dict[str, object] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        arguments: dict[str, object] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         return Completion(
             node,
-            tuple(given["parts"]),  # type: ignore[arg-type]
-            tuple(given["expert_bounds"]),  # type: ignore[arg-type]
-            str(given["group_name"]),
-            bool(given["stay"]),
+            tuple(arguments["parts"]),  # type: ignore[arg-type]
+            tuple(arguments["expert_bounds"]),  # type: ignore[arg-type]
+            str(arguments["group_name"]),
+            bool(arguments["stay"]),
         )
 
     @property
@@ -93,11 +92,11 @@ class Completion:
         return module_path(self.node) or self.node.name
 
     def bank(self, index: int) -> BankSpec:
-        parts = [fake_value(part) for part in self.parts]
+        parts = [fake_value(shard) for shard in self.parts]
         return dataclasses.replace(complete_bank(self.where, parts, self.bounds, self.group_name), index=index)
 
     def write_gather(self, bank: int) -> None:
-        """Make the node a gather of `bank`; what reads its tensors goes on doing so."""
+        """Change the node to a gather of `bank`; its users stay the same."""
         self.node.target, self.node.args, self.node.kwargs = gather, (list(self.parts),), {"bank": bank}
         self.node.meta["val"] = tuple(fake_value(self.node))
         self.node.meta["moepass_block"] = self.where
@@ -107,25 +106,25 @@ class Completion:
 @graph_pass(provides={"complete"}, conflicts={"blocks"})
 def lower_complete_experts(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every `complete_experts` that a block reads by a gather."""
-    found = _completions(module)
-    if not found:
+    completions = _completions(module)
+    if not completions:
         return PassResult(module, plan)
-    reasons = {completion.node.name: _obstacle(completion, plan, found) for completion in found}
-    free = {name: place for place, (name, reason) in enumerate(reasons.items(), len(plan.banks)) if not reason}
-    trial, _ = _with_gathers(module, free)
+    reasons = {completion.node.name: _obstacle(completion, plan, completions) for completion in completions}
+    candidates = {name: index for index, (name, reason) in enumerate(reasons.items(), len(plan.banks)) if not reason}
+    trial, _ = _with_gathers(module, candidates)
     read = {match.record.bank for match in find_blocks(trial.graph).matches}
-    reasons |= {name: "no recognised block reads it" for name, index in free.items() if index not in read}
+    reasons |= {name: "no recognised block reads it" for name, index in candidates.items() if index not in read}
     taken = [name for name, reason in reasons.items() if not reason]
-    rewritten, banks = _with_gathers(module, {name: len(plan.banks) + place for place, name in enumerate(taken)})
+    rewritten, banks = _with_gathers(module, {name: len(plan.banks) + index for index, name in enumerate(taken)})
     refusals = tuple(
         Refusal(
-            one.node.name,
-            f"{reasons[one.node.name]}: gathered synchronously",
-            one.where,
-            source_line=source_line(one.node),
+            completion.node.name,
+            f"{reasons[completion.node.name]}: gathered synchronously",
+            completion.where,
+            source_line=source_line(completion.node),
         )
-        for one in found
-        if reasons[one.node.name]
+        for completion in completions
+        if reasons[completion.node.name]
     )
     plan = dataclasses.replace(plan, banks=plan.banks + banks, refusals=plan.refusals + refusals)
     return PassResult(rewritten, plan, matches=tuple(bank.name for bank in banks), refusals=refusals)
@@ -135,22 +134,22 @@ def _completions(module: GraphModule) -> list[Completion]:
     return [Completion.of(node) for node in module.graph.nodes if is_call(node, COMPLETE_EXPERTS)]
 
 
-def _obstacle(completion: Completion, plan: Plan, found: Sequence[Completion]) -> str:
-    """Why it cannot be a gather, whatever reads it; empty where nothing stands against it."""
+def _obstacle(completion: Completion, plan: Plan, completions: Sequence[Completion]) -> str:
+    """Return why `completion` cannot be a gather with any readers, or an empty string if it can."""
     if not completion.stay:
         return "this rank's experts lie elsewhere in every run, as under FSDP, and only the operator knows the layer"
-    if any(part.op != "placeholder" for part in completion.parts):
+    if any(shard.op != "placeholder" for shard in completion.parts):
         return "this rank's experts are computed in the graph"
     if any(reader.op == "output" for reader in readers(completion.node)):
         return "the graph returns the weights themselves, so no slot can be reused"
-    group = plan.banks[0].group if plan.banks else found[0].group_name
+    group = plan.banks[0].group if plan.banks else completions[0].group_name
     if completion.group_name != group:
         return f"it spreads over group {completion.group_name!r}, other blocks over {group!r}"
     return ""
 
 
 def _with_gathers(module: GraphModule, banks: Mapping[str, int]) -> tuple[GraphModule, tuple[BankSpec, ...]]:
-    """A copy in which the operators with these names are gathers of the banks with these indices, and the banks."""
+    """Return a copy with gathers of `banks`, indices by node name, instead of these operators; and the banks."""
     rewritten = copy_graph_module(module)
     specs = []
     for completion in _completions(rewritten):

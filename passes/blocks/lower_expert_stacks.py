@@ -1,12 +1,11 @@
-"""Let the executor keep together the parameters that a graph reads as one tensor [experts, ..].
+"""Replace stacks of the parameters of single experts by an operator that needs no copy in later runs.
 
 Contract
-    in    a graph in which loops over experts are grouped GEMMs, whose weights are parameters of single experts, put
-          together in the graph; those that other ranks read too are a bank already
-    out   the same graph, where every such tensor is one `expert_stack`, right before its first reader: the executor
-          moves the parameters into one memory in the first run, and copies nothing in later ones
+    in    a graph with grouped GEMMs, whose weights are stacks of the parameters of single experts
+    out   the same graph with one `expert_stack` for each stack, right before its first reader: the executor moves the
+          parameters into one memory in the first run, and copies nothing in later runs
 
-A graph that writes to one of the parameters keeps its copies, which hold what was there before.
+A stack stays if the graph writes to one of its parameters, because it has the values from before the write.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from moepass.passes.ops.traits import mutates
 
 @graph_pass(conflicts={"blocks"})
 def lower_expert_stacks(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Write one operator for every tensor that is made of the parameters of single experts."""
+    """Replace every stack of parameters of single experts by one operator."""
     if not any(map(is_expert_stack, module.graph.nodes)):
         return PassResult(module, plan)
     lowered = copy_graph_module(module)
     graph = lowered.graph
-    place = positions(graph)
+    position = positions(graph)
     matches: list[str] = []
     for stack in [node for node in graph.nodes if is_expert_stack(node)]:
         parameters = parameters_of(stack)
         if not stack.users or any(mutates(user) for parameter in parameters for user in parameter.users):
             continue
-        first: Node = min(stack.users, key=place.__getitem__)
+        first: Node = min(stack.users, key=position.__getitem__)
         with graph.inserting_before(first):
             written = GraphWriter(graph, first).emit(EXPERT_STACK, list(parameters))
         stack.replace_all_uses_with(written)

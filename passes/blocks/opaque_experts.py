@@ -1,4 +1,4 @@
-"""Operators of other libraries that compute experts inside, where no pass can see their GEMMs."""
+"""Opaque operators of other libraries that compute experts, whose GEMMs no pass can see."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from moepass.passes.graph.source_lines import describe_node
 
 # Libraries whose operators other passes know.
 _KNOWN = {"aten", "prims", "moepass", "transformers", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
-_NAMED_SO = re.compile(r"(^|_)(moe|experts?)(_|$)")
+_EXPERT_NAME = re.compile(r"(^|_)(moe|experts?)(_|$)")
 
 
 def is_foreign(node: Node) -> bool:
-    """True for an operator of a library that no pass knows."""
+    """Return whether `node` calls an operator of a library that no pass knows."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _KNOWN
 
 
-def why_opaque(node: Node, weights: list[Node]) -> str | None:
-    """Why the experts of `node`, which is foreign, cannot be seen; None where it computes none, as it seems.
-
-    `weights` are those of its inputs that are expert weights [experts, ., .].
-    """
+def opaque_reason(node: Node, weights: list[Node]) -> str | None:
+    """Return why `node` is refused if it seems to compute experts, with `weights` [experts, ., .]; else None."""
     name = node.target._schema.name  # type: ignore[union-attr]
     experts = {int(fake_value(weight).shape[0]) for weight in weights}
-    is_named_so = _NAMED_SO.search(name.split("::")[-1]) is not None
-    if not is_named_so and not any(_routes(used, experts) for used in node.all_input_nodes if used not in weights):
+    is_named = _EXPERT_NAME.search(name.split("::")[-1]) is not None
+    if not is_named and not any(_is_routing(used, experts) for used in node.all_input_nodes if used not in weights):
         return None
     read = f", which reads {', '.join(map(describe_node, weights[:2]))}" if weights else ""
     return (
@@ -38,8 +35,8 @@ def why_opaque(node: Node, weights: list[Node]) -> str | None:
     )
 
 
-def _routes(node: Node, experts: set[int]) -> bool:
-    """True where `node` may be router logits [tokens, experts], or ids [tokens, k]."""
+def _is_routing(node: Node, experts: set[int]) -> bool:
+    """Return whether `node` may be router logits [tokens, experts] or ids [tokens, k]."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 2 or not experts:
         return False

@@ -1,16 +1,15 @@
-"""Bring every MoE block to one form: the complete bank is gathered once, then local experts read it.
+"""Bring every MoE block to its canonical form: one gather of the complete bank, and local experts that read it.
 
 Contract
-    in    blocks detected; bank tensors stand where the model read them
-    out   one `gather` per block that has a bank, in front of its first bank tensor; the GEMMs stay as they came, so
-          results are the same to the bit
-    conflicts with a graph that was already scheduled
+    in    a graph with detected blocks, and bank tensors where the model reads them
+    out   one `gather` for each block with a bank, before its first bank tensor; GEMMs are unchanged, so results are
+          bit-identical
 
 Pseudo-code
     for each block with a bank:
-        put gather([shard], bank) before the first bank tensor of the block
+        insert gather([shard], bank) before the first bank tensor of the block
         replace each bank tensor by its element of the gather
-    a bank tensor that no block claims stays: a synchronous gather of that tensor, with its refusal in the plan
+    other bank tensors stay synchronous gathers, each with a refusal in the plan
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
     rewritten = copy_graph_module(module)
     graph = rewritten.graph
     _refuse_two_stores(rewritten)
-    found = find_blocks(graph)
+    detection = find_blocks(graph)
     refusals: list[Refusal] = []
-    done: list[str] = []
-    for match, bank_tensors in zip(found.matches, claimed_bank_tensors(graph, found.matches), strict=True):
+    names: list[str] = []
+    for match, bank_tensors in zip(detection.matches, claimed_bank_tensors(graph, detection.matches), strict=True):
         if not bank_tensors:
             continue
         escaping = _escaping(bank_tensors)
@@ -48,10 +47,10 @@ def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
             refusals.append(Refusal(escaping.name, reason, match.record.name, source_line=line))
             continue
         _gather_once(rewritten, match, bank_tensors, plan)
-        done.append(match.record.name)
+        names.append(match.record.name)
     rewritten.recompile()
     plan = dataclasses.replace(plan, refusals=plan.refusals + tuple(refusals))
-    return PassResult(rewritten, plan, matches=tuple(done), refusals=tuple(refusals))
+    return PassResult(rewritten, plan, matches=tuple(names), refusals=tuple(refusals))
 
 
 def _gather_once(module: GraphModule, match: BlockMatch, bank_tensors: list[Node], plan: Plan) -> None:
@@ -75,7 +74,7 @@ def _gather_once(module: GraphModule, match: BlockMatch, bank_tensors: list[Node
 
 
 def _escaping(bank_tensors: list[Node]) -> Node | None:
-    """The bank tensor whose memory the graph returns, if any: a slot must not be visible after it is released."""
+    """Return a bank tensor whose memory the graph returns, or None: a slot must not be visible after its release."""
     for node in bank_tensors:
         if any(reader.op == "output" for reader in readers(node)):
             return node

@@ -1,13 +1,13 @@
-"""Move the lookup of the rows that a block's experts work on right before their first GEMM.
+"""Move the lookup of a block's rows right before its first GEMM.
 
-`rows = hidden_states[token of each pair]` is k times as large as the hidden states. As a part of the experts' segment
-it can be done for some rows of one expert at a time: on a CPU by the loop over experts (`lower_experts.py`), on a GPU
-by the GEMM's own loads (`lower_triton_experts.py`). Then it is never in memory as a whole.
+`rows = hidden_states[token of each pair]` is k times as large as the hidden states. In the segment of the experts, it
+can run for some rows at a time: on a CPU in the loop over experts (`lower_experts.py`), on a GPU in the loads of the
+GEMM (`lower_triton_experts.py`). Then the complete result is never in memory.
 
 Contract
     in    a graph of blocks
-    out   the same nodes, a lookup that only a block's GEMMs read moved down to the first of them
-          a lookup that another GEMM reads first, as that of an adapter does, stays
+    out   the same nodes; lookups that only GEMMs of a block read are right before the first of these
+          lookups that another GEMM reads first, such as that of an adapter, stay
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
 @graph_pass(requires={"blocks"}, provides={"late_lookups"}, conflicts={"planned", "scheduled"})
 def sink_token_gather(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Move the lookups."""
+    """Move lookups of rows to the first GEMM of their block."""
     changed = copy_graph_module(module)
     moved: list[str] = []
     for match in find_blocks(changed.graph).matches:
@@ -39,10 +39,10 @@ def sink_token_gather(module: GraphModule, plan: Plan, context: PassContext) -> 
 
 
 def is_lookup(node: Node) -> bool:
-    """True for rows of a table that grouped GEMMs alone read."""
+    """Return whether `node` looks up rows that only grouped GEMMs read."""
     return is_call(node, torch.ops.aten.index.Tensor) and all(is_grouped_gemm(user) for user in node.users)
 
 
-def with_lookup(gemm: Node) -> Node:
-    """The first node of a block's experts: the lookup right before their first GEMM, if there is one."""
+def first_expert_node(gemm: Node) -> Node:
+    """Return the first node of a block with this first GEMM: the lookup right before it, or the GEMM."""
     return gemm.prev if is_lookup(gemm.prev) and gemm.prev in gemm.all_input_nodes else gemm

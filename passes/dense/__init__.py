@@ -1,4 +1,4 @@
-"""Experts of which each computes every token, or every slot: only what the result reads is computed.
+"""Dense experts, which compute every token or capacity slot: passes that compute only results that are read.
 
 May import loops, masks, rows, blocks, graph, ops, ir.
 """

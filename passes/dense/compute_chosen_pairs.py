@@ -1,21 +1,19 @@
-"""Compute of dense experts the pairs of a token and an expert that a router chose.
+"""Compute only the pairs of token and expert that a router chose.
 
-Some models let every expert compute every token, and multiply what a router did not choose by zero: `bmm` over the
-weights of all experts, or `einsum`, and a matrix of weights [tokens, experts] with k numbers in each row that are not
-zero. Most of this is computed for nothing.
+In some models every expert computes every token, with `bmm` or `einsum` over the weights of all experts, and weights
+[tokens, experts] with k nonzero numbers per token discard the results that a router did not choose.
 
 Contract
     in    a captured graph
-    out   the same graph, where such experts are grouped GEMMs over the chosen pairs, sorted by expert: the same terms,
-          without those that are zero. So a token whose row is not finite spoils the results of its own experts alone,
-          which 0 times an infinite number would have spoiled all the same. Equal up to the rounding of GEMMs and sums.
-          Experts whose results are read in another way, or may be read in full, stay as they are
+    out   the same graph, in which such experts are grouped GEMMs over the chosen pairs, sorted by expert: the terms
+          without the zeros. Values that are not finite affect a token only through its chosen experts, no longer as
+          0 · inf. Equal up to the rounding of GEMMs and sums. Experts with other readers stay unchanged.
 
 Pseudo-code
-    for each sum over experts of what GEMMs with the weights of all experts gave (`read_results.py`):
-        what is added is zero but for the experts of a top-k (`backgrounds.py`)? else it stays
-        sort the pairs by expert; write what is added for these rows alone (`rows_of_pairs.py`)
-        bring them back to the order of tokens, add up the k rows of each
+    for each sum over experts of the results of GEMMs with the weights of all experts (`read_results.py`):
+        skip it unless its terms are zero except for the experts of a top-k (`backgrounds.py`)
+        sort the pairs by expert; compute the terms of these rows only (`rows_of_pairs.py`)
+        restore the order of tokens; add up the k rows of each
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
 from moepass.passes.dense.backgrounds import Background, Backgrounds
-from moepass.passes.dense.pair_layouts import is_plain, parts_of
+from moepass.passes.dense.pair_layouts import is_features, pair_factors
 from moepass.passes.dense.read_results import SumOverExperts, sums_over_experts
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
@@ -47,7 +45,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @graph_pass(conflicts={"blocks"})
 def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Replace dense experts of which a router chooses k for each token."""
+    """Replace dense experts if a router chooses k of them for each token."""
     if next(sums_over_experts(module.graph), None) is None:
         return PassResult(module, plan)
     changed = copy_graph_module(module)
@@ -55,29 +53,29 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
     matches: list[str] = []
     refusals: list[Refusal] = []
     done: set[Node] = set()
-    for found in list(sums_over_experts(graph)):
-        if found.node in done:
+    for expert_sum in list(sums_over_experts(graph)):
+        if expert_sum.node in done:
             continue
-        done.add(found.node)
-        background = _background(found)
-        chosen = None if background is None else _chosen(background, found)
-        if chosen is None:
+        done.add(expert_sum.node)
+        background = _zero_background(expert_sum)
+        choice = None if background is None else _choice(background, expert_sum)
+        if choice is None:
             continue
-        writer = GraphWriter(graph, found.node)
+        writer = GraphWriter(graph, expert_sum.node)
         try:
-            with graph.inserting_before(found.node):
-                result = _ChosenSum(writer, found, chosen).write()
+            with graph.inserting_before(expert_sum.node):
+                result = _ChosenSum(writer, expert_sum, choice).write()
         except NotThisForm as error:
             writer.erase()
             reason = (
-                f"every expert computes every token, though {named(chosen.ids)} chooses some: {error}; expected what "
-                "lies between the GEMMs and the sum over experts to treat every token of every expert alone"
+                f"every expert computes every token, though {named(choice.ids)} chooses some: {error}; expected "
+                "operations between the GEMMs and the sum over experts that keep tokens and experts separate"
             )
-            refusals.append(refused(found.node, in_words(reason, graph), place_of(found.node)))
+            refusals.append(refused(expert_sum.node, in_words(reason, graph), place_of(expert_sum.node)))
             continue
-        matches.append(f"{found.node.name} ({found.pairs.experts} experts)")
-        found.node.replace_all_uses_with(result)
-        erase_unread(graph, found.node)
+        matches.append(f"{expert_sum.node.name} ({expert_sum.pairs.experts} experts)")
+        expert_sum.node.replace_all_uses_with(result)
+        erase_unread(graph, expert_sum.node)
         writer.erase_unread()
     if not matches and not refusals:
         return PassResult(module, plan)
@@ -88,134 +86,134 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
     return PassResult(changed, plan, tuple(matches), tuple(refusals))
 
 
-def _background(found: SumOverExperts) -> Background | None:
-    """Of what is added up: zero, or None."""
-    backgrounds = Backgrounds(found.pairs)
-    of_value = backgrounds.of(found.value, found.layout)
-    if of_value is not None and of_value.is_zero:
-        return of_value
-    if found.weights is not None and found.of_weights is not None:
-        of_weights = backgrounds.of(found.weights, found.of_weights)
-        return of_weights if of_weights is not None and of_weights.is_zero else None
+def _zero_background(expert_sum: SumOverExperts) -> Background | None:
+    """Return the background of the terms if it is zero, or None."""
+    backgrounds = Backgrounds(expert_sum.pairs)
+    value_background = backgrounds.of(expert_sum.value, expert_sum.layout)
+    if value_background is not None and value_background.is_zero:
+        return value_background
+    if expert_sum.weights is not None and expert_sum.weights_layout is not None:
+        weights_background = backgrounds.of(expert_sum.weights, expert_sum.weights_layout)
+        return weights_background if weights_background is not None and weights_background.is_zero else None
     return None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ids:
-    """`ids` choose `top_k` experts for each place."""
+class _Choice:
+    """The `top_k` experts of each position, in `ids`."""
 
     ids: Node
     top_k: int
 
 
-def _chosen(background: Background, found: SumOverExperts) -> _Ids | None:
-    """The choice of a router; None where it chooses all experts, or none is known."""
+def _choice(background: Background, expert_sum: SumOverExperts) -> _Choice | None:
+    """Return the choice of a router; None if it is unknown, or chooses all experts."""
     if background.ids is None:
         return None
     count = size_expression(1)
     for size in fake_value(background.ids).shape:
         count = (count * size_expression(size)).expand()
-    top_k = ratio(count, found.pairs.places)
-    if top_k is None or not top_k.is_Integer or not 0 < int(top_k) < found.pairs.experts:
+    top_k = ratio(count, expert_sum.pairs.positions)
+    if top_k is None or not top_k.is_Integer or not 0 < int(top_k) < expert_sum.pairs.experts:
         return None
-    return _Ids(background.ids, int(top_k))
+    return _Choice(background.ids, int(top_k))
 
 
 class _ChosenSum:
-    """Writes the sum over experts `found` of the pairs that `chosen` has."""
+    """A writer of the terms of `expert_sum` that `choice` has, and of their sum."""
 
-    def __init__(self, writer: GraphWriter, found: SumOverExperts, chosen: _Ids) -> None:
-        self.writer, self.found, self.chosen = writer, found, chosen
+    def __init__(self, writer: GraphWriter, expert_sum: SumOverExperts, choice: _Choice) -> None:
+        self.writer, self.expert_sum, self.choice = writer, expert_sum, choice
 
     def write(self) -> Node:
-        """What takes the place of the sum. Raises NotThisForm."""
-        writer, found, top_k = self.writer, self.found, self.chosen.top_k
-        places = self._places()
-        ids = writer.viewed(self.chosen.ids, [places, top_k])
-        pairs = SortedPairs.of(Chosen(ids, found.pairs.experts), writer)
+        """Return the new result of the sum. Raises NotThisForm."""
+        writer, expert_sum, top_k = self.writer, self.expert_sum, self.choice.top_k
+        tokens = self._token_count()
+        ids = writer.viewed(self.choice.ids, [tokens, top_k])
+        pairs = SortedPairs.of(Chosen(ids, expert_sum.pairs.experts), writer)
         ends = writer.emit(prims.convert_element_type.default, pairs.ends, torch.int32)
         count = writer.size(pairs.order, 0)
         experts = writer.emit(aten.index.Tensor, writer.viewed(ids, [count]), [pairs.order])
         if fake_value(experts).dtype is not torch.int64:
             experts = writer.emit(prims.convert_element_type.default, experts, torch.int64)
-        rows = RowsOfPairs(writer, found.pairs, PairRows(count, experts, pairs.tokens, ends))
-        if not rows.reaches_gemms(found.value, found.layout):
-            raise NotThisForm(f"{named(found.node)} adds up what moepass cannot follow back to the GEMMs of experts")
-        written = self._weighed(rows, rows.write(found.value, found.layout))
+        rows = RowsOfPairs(writer, expert_sum.pairs, PairRows(count, experts, pairs.tokens, ends))
+        if not rows.reaches_gemms(expert_sum.value, expert_sum.layout):
+            raise NotThisForm(f"{named(expert_sum.node)} adds up values that cannot be traced to GEMMs of experts")
+        written = self._weighted(rows, rows.write(expert_sum.value, expert_sum.layout))
         self._check_unread(list(rows.gemms))
-        return self._added_up(written, pairs, places)
+        return self._sum_by_token(written, pairs, tokens)
 
-    def _places(self) -> object:
-        size = self.found.pairs.places
+    def _token_count(self) -> object:
+        size = self.expert_sum.pairs.positions
         if size.is_Integer:
             return int(size)
-        ids = self.chosen.ids
-        known = [dim for dim, own in enumerate(fake_value(ids).shape) if size_expression(own) == size]
-        if known:
-            return self.writer.size(ids, known[0])
+        ids = self.choice.ids
+        dims = [dim for dim, extent in enumerate(fake_value(ids).shape) if size_expression(extent) == size]
+        if dims:
+            return self.writer.size(ids, dims[0])
         total: object = 1
-        for dim in range(fake_value(ids).dim() - (self.chosen.top_k > 1)):
+        for dim in range(fake_value(ids).dim() - (self.choice.top_k > 1)):
             total = self.writer.product(total, self.writer.size(ids, dim))
         return total
 
-    def _weighed(self, rows: RowsOfPairs, value: Node) -> Node:
-        """[rows, features] of what is added up, as float32 where a GEMM added it up in that."""
-        writer, found = self.writer, self.found
-        if found.gemm is not None:
-            return rows.product(found.gemm, writer.viewed(value, [rows.rows.count, found.gemm.width]))
-        if found.weights is None or found.of_weights is None:
+    def _weighted(self, rows: RowsOfPairs, value: Node) -> Node:
+        """Return the terms [rows, features] of the sum, in float32 if a GEMM accumulated them."""
+        writer, expert_sum = self.writer, self.expert_sum
+        if expert_sum.gemm is not None:
+            return rows.product(expert_sum.gemm, writer.viewed(value, [rows.rows.count, expert_sum.gemm.width]))
+        if expert_sum.weights is None or expert_sum.weights_layout is None:
             return value
-        weights = rows.write(found.weights, found.of_weights)
+        weights = rows.write(expert_sum.weights, expert_sum.weights_layout)
         if fake_value(value).dtype in (torch.bfloat16, torch.float16):
             value, weights = (
-                writer.emit(prims.convert_element_type.default, one, torch.float32) for one in (value, weights)
+                writer.emit(prims.convert_element_type.default, tensor, torch.float32) for tensor in (value, weights)
             )
         weights = writer.viewed(weights, [rows.rows.count, *[1] * (fake_value(value).dim() - 1)])
         return writer.emit(aten.mul.Tensor, value, weights)
 
-    def _added_up(self, rows: Node, pairs: SortedPairs, places: object) -> Node:
-        writer, found = self.writer, self.found
+    def _sum_by_token(self, rows: Node, pairs: SortedPairs, tokens: object) -> Node:
+        writer, expert_sum = self.writer, self.expert_sum
         device = fake_value(pairs.order).device
         count = writer.size(pairs.order, 0)
         empty = writer.emit(aten.empty.memory_format, [count], dtype=torch.int64, device=device)
         inverse = writer.emit(aten.index_put.default, empty, [pairs.order], writer.arange(count, device))
         in_order = writer.emit(aten.index.Tensor, rows, [inverse])
         features = list(map(int, fake_value(rows).shape[1:]))
-        by_place = writer.viewed(in_order, [places, self.chosen.top_k, *features])
-        result = writer.emit(aten.sum.dim_IntList, by_place, [1])
-        old = fake_value(found.node)
+        by_token = writer.viewed(in_order, [tokens, self.choice.top_k, *features])
+        result = writer.emit(aten.sum.dim_IntList, by_token, [1])
+        old = fake_value(expert_sum.node)
         if fake_value(result).dtype != old.dtype:
             result = writer.emit(prims.convert_element_type.default, result, old.dtype)
         return writer.viewed(result, self._shape(result))
 
     def _shape(self, result: Node) -> list[object]:
-        """The shape of the sum, whose places have to stand in front of features, in their order."""
-        layout = self.found.result
-        shares = [part.share for part in parts_of(layout)]
-        behind = [dim for dim in layout.dimensions if dim]
-        is_in_front = [is_plain(dim) for dim in behind] == sorted(is_plain(dim) for dim in behind)
-        mixed = any(part.is_rows != dim[0].is_rows for dim in behind for part in dim)
-        if shares != sorted(shares, key=lambda share: share or ()) or not is_in_front or mixed:
-            raise NotThisForm(f"{named(self.found.node)} has its tokens behind features, or in another order")
+        """Return the shape of the sum. Raises NotThisForm unless tokens come before features, in order."""
+        layout = self.expert_sum.result_layout
+        shares = [factor.share for factor in pair_factors(layout)]
+        used = [dim for dim in layout.dimensions if dim]
+        rows_first = [is_features(dim) for dim in used] == sorted(is_features(dim) for dim in used)
+        is_mixed = any(factor.is_rows != dim[0].is_rows for dim in used for factor in dim)
+        if shares != sorted(shares, key=lambda share: share or ()) or not rows_first or is_mixed:
+            raise NotThisForm(f"{named(self.expert_sum.node)} has its tokens after features, or in another order")
         shape: list[object] = []
-        for dim, size in zip(layout.dimensions, fake_value(self.found.node).shape, strict=True):
+        for dim, size in zip(layout.dimensions, fake_value(self.expert_sum.node).shape, strict=True):
             if size_of(dim) != size_expression(size):
-                raise NotThisForm(f"{named(self.found.node)} gives sizes that cannot be followed")
+                raise NotThisForm(f"{named(self.expert_sum.node)} has sizes that cannot be followed")
             shape.append(size if isinstance(size, int) else self._size(size, result))
         return shape
 
     def _size(self, size: object, result: Node) -> object:
-        for node in (result, self.chosen.ids, self.found.value):
-            for dim, own in enumerate(fake_value(node).shape):
-                if size_expression(own) == size_expression(size):
+        for node in (result, self.choice.ids, self.expert_sum.value):
+            for dim, extent in enumerate(fake_value(node).shape):
+                if size_expression(extent) == size_expression(size):
                     return self.writer.size(node, dim)
-        raise NotThisForm(f"{named(self.found.node)} has a size that nothing shows")
+        raise NotThisForm(f"{named(self.expert_sum.node)} has a size that is not found in the graph")
 
     def _check_unread(self, gemms: list[Node]) -> None:
-        """Raises NotThisForm where more than the sum reads what the GEMMs give, or the chosen pairs need it."""
+        """Raise NotThisForm if the GEMMs' results have readers besides the sum, or its new terms need them."""
         written = set(self.writer.written)
-        for node in descendants(*gemms, follow=lambda user: user is not self.found.node):
+        for node in descendants(*gemms, follow=lambda user: user is not self.expert_sum.node):
             if node.op == "output" or mutates(node):
-                raise NotThisForm("what each expert computes of each token is read by something else too")
+                raise NotThisForm("the result of each expert for each token is read by something else too")
             if not written.isdisjoint(node.users):
-                raise NotThisForm(f"{named(node)} is computed of several tokens or experts")
+                raise NotThisForm(f"{named(node)} is computed from several tokens or experts")

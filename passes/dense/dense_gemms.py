@@ -1,9 +1,8 @@
-"""The GEMMs of dense experts: products of all places with the weights of all experts.
+"""GEMMs of dense experts: products of all positions with the weights of all experts.
 
-batched    bmm([experts, places, in], [experts, in, out])      or with the weights on the left
-wide       mm([places, in], [in, experts · out])               as einsum("th,ehf->tef") becomes
-summed     mm([places, experts · in], [experts · in, out])     as einsum("tef,efh->th"), added up over experts
-grouped    a grouped GEMM of [experts · places, in] where all experts have as many rows
+batched    bmm([experts, positions, in], [experts, in, out])     or with the weights on the left
+wide       mm([positions, in], [in, experts · out])              from einsum("th,ehf->tef")
+summed     mm([positions, experts · in], [experts · in, out])    from einsum("tef,efh->th"), a sum over experts
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class DenseGemm:
-    """`node` multiplies `rows` by `weights` [experts, ., .], whose dimension `inner`, 1 or 2, is multiplied and added.
+    """A GEMM `node` of `rows` and `weights` [experts, ., .], which contracts dimension `inner`, 1 or 2, of the weights.
 
-    `kind` says how; `is_turned` where weights stand on the left. `added` is what addmm or baddbmm adds.
+    `kind` is batched, wide or summed, and `added` is the operand that addmm or baddbmm adds.
     """
 
     node: Node
@@ -40,7 +39,7 @@ class DenseGemm:
     rows: Node
     weights: Node
     inner: int
-    is_turned: bool
+    weights_on_left: bool
     batch: int
     added: Node | None = None
 
@@ -54,56 +53,54 @@ class DenseGemm:
 
     @property
     def width(self) -> int:
-        """What one expert multiplies and adds."""
+        """The number of features that one expert contracts."""
         return int(fake_value(self.weights).shape[self.inner])
 
     @property
-    def places(self) -> sympy.Expr:
-        """How many places each expert computes."""
-        return size_expression(fake_value(self.rows).shape[self.batch + self.is_turned])
+    def positions(self) -> sympy.Expr:
+        return size_expression(fake_value(self.rows).shape[self.batch + self.weights_on_left])
 
-    def result(self, pairs: Pairs) -> Layout:
-        """Where experts and places lie in what it gives; of one that is `summed`, places alone."""
-        other = {
+    def result_layout(self, pairs: Pairs) -> Layout:
+        """Return the layout of the result, which has no experts if it is `summed`."""
+        columns = {
             "batched": features(self.outer),
             "wide": (*pairs.of_experts, *features(self.outer)),
             "summed": features(self.outer),
         }[self.kind]
-        matrix = [pairs.of_places, other]
-        first = [pairs.of_experts if self.kind == "batched" else ()] * self.batch
-        return Layout((*first, *(matrix[::-1] if self.is_turned else matrix)))
+        matrix = [pairs.of_positions, columns]
+        batch = [pairs.of_experts if self.kind == "batched" else ()] * self.batch
+        return Layout((*batch, *(matrix[::-1] if self.weights_on_left else matrix)))
 
-    def of_rows(self, pairs: Pairs) -> Layout:
-        """Where experts and places lie in its `rows`."""
+    def rows_layout(self, pairs: Pairs) -> Layout:
         inner = features(self.width)
         if self.kind == "summed":
             inner = (*pairs.of_experts, *inner)
-        matrix = [pairs.of_places, inner]
-        first = [pairs.of_experts if self.kind == "batched" else ()] * self.batch
-        return Layout((*first, *(matrix[::-1] if self.is_turned else matrix)))
+        matrix = [pairs.of_positions, inner]
+        batch = [pairs.of_experts if self.kind == "batched" else ()] * self.batch
+        return Layout((*batch, *(matrix[::-1] if self.weights_on_left else matrix)))
 
 
 def dense_gemm(node: Node) -> DenseGemm | None:
-    """`node` as a GEMM of dense experts; None where it is none."""
+    """Return `node` as a GEMM of dense experts, or None."""
     if not is_call(node, aten.bmm.default, aten.baddbmm.default, aten.mm.default, aten.addmm.default):
         return None
     batch = int(has_trait(node, Trait.BATCHED_MATMUL))
-    given = all_arguments(node)
-    left, right = (given[name] for name in _names(node))
-    added = given["self"] if is_call(node, aten.baddbmm.default, aten.addmm.default) else None
-    if added is not None and (given["beta"] != 1 or given["alpha"] != 1):
+    arguments = all_arguments(node)
+    left, right = (arguments[name] for name in _names(node))
+    added = arguments["self"] if is_call(node, aten.baddbmm.default, aten.addmm.default) else None
+    if added is not None and (arguments["beta"] != 1 or arguments["alpha"] != 1):
         return None
-    for weight, rows, is_turned in ((right, left, False), (left, right, True)):
-        for source, labels in _ways_back(weight):
+    for weight, rows, weights_on_left in ((right, left, False), (left, right, True)):
+        for source, labels in _labelled_sources(weight):
             if not is_expert_weight(source):
                 continue
-            inner, outer = labels[-2:][::-1] if is_turned else labels[-2:]
-            of_batch = labels[0] if batch else []
-            kind = _kind(of_batch, inner, outer)
-            # Two inputs of one kind, as in attention over given queries and keys, are no weights.
+            inner, outer = labels[-2:][::-1] if weights_on_left else labels[-2:]
+            batch_labels = labels[0] if batch else []
+            kind = _kind(batch_labels, inner, outer)
+            # Two inputs of the graph, such as the queries and keys of attention, are not weights.
             are_inputs = source.op == "placeholder" and is_expert_weight(_chain(rows)[0])
             if kind is not None and not are_inputs:
-                return DenseGemm(node, kind, rows, source, inner[-1], is_turned, batch, added)
+                return DenseGemm(node, kind, rows, source, inner[-1], weights_on_left, batch, added)
     return None
 
 
@@ -123,16 +120,16 @@ def _kind(batch: list[int], inner: list[int], outer: list[int]) -> str | None:
     return None
 
 
-def _ways_back(node: Node) -> list[tuple[Node, list[list[int]]]]:
-    """Return the tensors that have the elements of `node`, the furthest first, with the labels of its dimensions."""
+def _labelled_sources(node: Node) -> list[tuple[Node, list[list[int]]]]:
+    """Return the tensors with the elements of `node`, furthest first, and the labels of its dimensions in each."""
     chain = _chain(node)
-    found = []
+    labelled = []
     for start, source in enumerate(chain):
         shape = getattr(fake_value(source), "shape", ())
-        are_known = all(isinstance(size, int) and size > 1 for size in shape)
-        if are_known and (labels := labels_behind(chain[start:])) is not None:
-            found.append((source, labels))
-    return found
+        are_static = all(isinstance(size, int) and size > 1 for size in shape)
+        if are_static and (labels := labels_of_chain(chain[start:])) is not None:
+            labelled.append((source, labels))
+    return labelled
 
 
 def _chain(node: Node) -> list[Node]:
@@ -140,17 +137,14 @@ def _chain(node: Node) -> list[Node]:
 
 
 def _moves(node: Node) -> bool:
-    """True where `node` has the same elements as its operand, in other dimensions, or in another order."""
+    """Return whether `node` has the elements of its operand in another order or shape."""
     if is_call(node, aten.expand.default):
         return [*fake_value(node).shape] == [*fake_value(node.all_input_nodes[0]).shape]
     return has_trait(node, Trait.RESHAPE, Trait.COPY, Trait.PERMUTE)
 
 
-def labels_behind(chain: Sequence[Node]) -> list[list[int]] | None:
-    """Return the dimensions of the first of `chain` that each dimension of the last consists of, outermost first.
-
-    Dimensions of one element are left out. None if a dimension is cut.
-    """
+def labels_of_chain(chain: Sequence[Node]) -> list[list[int]] | None:
+    """Return the dimensions of the first node, without size 1, in each dimension of the last; None if one is split."""
     shape = fake_value(chain[0]).shape
     labels = [[dim] if size_expression(size) != 1 else [] for dim, size in enumerate(shape)]
     for node in chain[1:]:

@@ -1,9 +1,9 @@
-"""Write batches of slots that ranks exchange as grouped GEMMs, which is how blocks of expert parallelism are known.
+"""Rewrite batched GEMMs over exchanged capacity slots as grouped GEMMs, the form that later passes recognise.
 
 Contract
     in    a captured graph
-    out   if it talks to other ranks: grouped GEMMs in place of `bmm`, `baddbmm` and their like with the weights of all
-          experts of this rank, as many slots for each; equal up to the rounding of GEMMs. What cannot be followed stays
+    out   if the graph exchanges rows with other ranks: grouped GEMMs instead of `bmm` and `baddbmm` with the weights of
+          all experts of this rank, equally many slots for each expert; equal up to the rounding of GEMMs. Others stay.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
 @graph_pass(conflicts={"blocks"})
 def group_exchanged_slots(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Replace batches of slots by grouped GEMMs."""
-    if not any(one.is_exchange for one in communications_of(module.graph)):
+    """Replace batched GEMMs over exchanged slots with grouped GEMMs."""
+    if not any(communication.is_exchange for communication in communications_of(module.graph)):
         return PassResult(module, plan)
     if next(last_gemms(module.graph), None) is None:
         return PassResult(module, plan)

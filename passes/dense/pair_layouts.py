@@ -1,7 +1,7 @@
-"""Where experts and their places lie in the dimensions of what dense experts compute, followed back to operands.
+"""Positions of experts and tokens in the dimensions of values that dense experts compute.
 
-Every expert computes every place, a token or a slot, so values are [experts, places, features], in any order of these,
-or without some of them. A pair is one expert and one place of it.
+Every expert computes every position, which is a token or a capacity slot, so values are [experts, positions, features],
+with dimensions in any order or missing. A pair is one expert and one of its positions.
 """
 
 from __future__ import annotations
@@ -24,105 +24,101 @@ from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, re
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The pairs of `experts` and `places`."""
+    """All pairs of `experts` and `positions`."""
 
     experts: int
-    places: sympy.Expr
+    positions: sympy.Expr
 
     @property
     def _name(self) -> str:
-        # That which `row_layout.py` gives these when it takes all pairs apart.
-        return f"{self.experts} x {self.places}"
+        # Equal to the name that `row_layout.py` gives to this split of the pairs.
+        return f"{self.experts} x {self.positions}"
 
     @property
     def total(self) -> sympy.Expr:
-        return sympy.expand(self.experts * self.places)
+        return sympy.expand(self.experts * self.positions)
 
     @property
     def of_experts(self) -> Dimension:
         return (Part(sympy.Integer(self.experts), ((self._name, 0),)),)
 
     @property
-    def of_places(self) -> Dimension:
-        return (Part(self.places, ((self._name, 1),)),)
+    def of_positions(self) -> Dimension:
+        return (Part(self.positions, ((self._name, 1),)),)
 
     @property
-    def of_all(self) -> Dimension:
-        """One dimension with the places of every expert, one expert after the other."""
+    def of_pairs(self) -> Dimension:
+        """The dimension of all pairs, sorted by expert."""
         return (Part(self.total, ()),)
 
     def has_experts(self, layout: Layout) -> bool:
         return any(share in ((), ((self._name, 0),)) for share in layout.shares)
 
-    def has_places(self, layout: Layout) -> bool:
+    def has_positions(self, layout: Layout) -> bool:
         return any(share == () or share[0] == (self._name, 1) for share in layout.shares)
 
     def has_pairs(self, layout: Layout) -> bool:
-        return self.has_experts(layout) and self.has_places(layout)
+        return self.has_experts(layout) and self.has_positions(layout)
 
-    def are_known(self, layout: Layout) -> bool:
-        """True where experts and places lie in it each as a whole, or all places of all experts."""
+    def are_complete(self, layout: Layout) -> bool:
+        """Return whether the layout has all experts or none, and all positions or none, in any dimensions."""
         shares = [share for share in layout.shares if share]
-        own = [share for share in shares if share[0] == (self._name, 1)]
-        total = sympy.expand(sympy.Mul(*(part.size for part in parts_of(layout) if part.share in own)))
-        others = [share for share in shares if share not in own]
-        is_whole = not own or total == self.places
-        return is_whole and others in ([], [((self._name, 0),)]) and (() not in layout.shares or not shares)
+        position_shares = [share for share in shares if share[0] == (self._name, 1)]
+        total = sympy.expand(sympy.Mul(*(each.size for each in pair_factors(layout) if each.share in position_shares)))
+        expert_shares = [share for share in shares if share not in position_shares]
+        has_all = not position_shares or total == self.positions
+        return has_all and expert_shares in ([], [((self._name, 0),)]) and (() not in layout.shares or not shares)
 
 
-def parts_of(layout: Layout) -> list[Part]:
-    """Of experts and places, in the order of dimensions."""
-    return [part for dimension in layout.dimensions for part in dimension if part.is_rows]
+def pair_factors(layout: Layout) -> list[Part]:
+    """Return the factors of experts and positions, in the order of dimensions."""
+    return [factor for dimension in layout.dimensions for factor in dimension if factor.is_rows]
 
 
-def is_plain(dimension: Dimension) -> bool:
-    """True for features alone."""
-    return not any(part.is_rows for part in dimension)
+def is_features(dimension: Dimension) -> bool:
+    return not any(factor.is_rows for factor in dimension)
 
 
 def features_in(dimension: Dimension) -> sympy.Expr:
-    return size_of(tuple(part for part in dimension if not part.is_rows))
+    return size_of(tuple(factor for factor in dimension if not factor.is_rows))
 
 
-def kept(layout: Layout) -> list[int]:
-    """The dimensions that are there for one pair: all but those of experts and places alone."""
+def feature_dims(layout: Layout) -> list[int]:
+    """Return the dimensions that one pair has: all except those with only experts or positions."""
     return [
         dim
         for dim, dimension in enumerate(layout.dimensions)
-        if is_plain(dimension) or any(not part.is_rows for part in dimension)
+        if is_features(dimension) or any(not factor.is_rows for factor in dimension)
     ]
 
 
-def sources(node: Node, layout: Layout, pairs: Pairs) -> dict[Node, Layout] | None:
-    """Where experts and places lie in the operands of `node`, whose result has `layout`.
-
-    None where it is no operation that treats every pair alone, or where they cannot be followed.
-    """
+def operand_layouts(node: Node, layout: Layout, pairs: Pairs) -> dict[Node, Layout] | None:
+    """Return the operands' layouts if the result of `node` has `layout`; None if it may mix pairs, or is unknown."""
     if node.op != "call_function":
         return None
     base = base_operation(node)
     if has_trait(node, Trait.ITEM):
-        return _sources_of_item(node, layout)
+        return _item_operand(node, layout)
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(fake_value(node), torch.Tensor):
         return None
     if has_trait(node, Trait.ELEMENTWISE):
-        return {used: broadcast_back(layout, fake_value(used).shape) for used in _tensors(node)}
+        return {used: broadcast_operand(layout, fake_value(used).shape) for used in _tensors(node)}
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape = getattr(fake_value(source), "shape", ())
     if has_trait(node, Trait.RESHAPE):
         return _only(source, reshaped(layout, shape))
     if has_trait(node, Trait.PERMUTE):
         order = permutation(node)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return {source: Layout(tuple(layout.dimensions[place] for place in back))}
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return {source: Layout(tuple(layout.dimensions[dim] for dim in inverse))}
     if base == "expand":
-        return {source: broadcast_back(layout, shape)}
+        return {source: broadcast_operand(layout, shape)}
     if base == "repeat":
-        return _only(source, _before_repeat(node, layout, shape, pairs))
+        return _only(source, _repeat_operand(node, layout, shape, pairs))
     if has_trait(node, Trait.ALONG):
-        return _only(source, _along_back(node, base, layout, shape))
+        return _only(source, _operand_along(node, base, layout, shape))
     if has_trait(node, Trait.JOIN):
-        return _joined_back(node, base, layout)
+        return _join_operands(node, base, layout)
     return None
 
 
@@ -134,36 +130,36 @@ def _only(source: Node, layout: Layout | None) -> dict[Node, Layout] | None:
     return None if layout is None else {source: layout}
 
 
-def _sources_of_item(node: Node, layout: Layout) -> dict[Node, Layout] | None:
-    cut = node.args[0]
-    assert isinstance(cut, Node)
-    if not isinstance(cut.target, torch._ops.OpOverload):
+def _item_operand(node: Node, layout: Layout) -> dict[Node, Layout] | None:
+    operation = node.args[0]
+    assert isinstance(operation, Node)
+    if not isinstance(operation.target, torch._ops.OpOverload):
         return None
-    base = base_operation(cut)
-    source = cut.all_input_nodes[0]
+    base = base_operation(operation)
+    source = operation.all_input_nodes[0]
     shape = fake_value(source).shape
-    if has_trait(cut, Trait.SPLIT):
-        given = all_arguments(cut)
-        dim = given["dim"] % len(shape)
+    if has_trait(operation, Trait.SPLIT):
+        arguments = all_arguments(operation)
+        dim = arguments["dim"] % len(shape)
         dimensions = list(layout.dimensions)
         if base == "unbind":
             dimensions.insert(dim, features(shape[dim]))
-        elif not is_plain(dimensions[dim]):
+        elif not is_features(dimensions[dim]):
             return None
         else:
             dimensions[dim] = features(shape[dim])
         return {source: Layout(tuple(dimensions))}
-    if has_trait(cut, Trait.NORM) and node.args[1] == 0:
-        given = named_arguments(cut)
-        count = len(given["normalized_shape"])
-        if not all(map(is_plain, layout.dimensions[-count:])):
+    if has_trait(operation, Trait.NORM) and node.args[1] == 0:
+        arguments = named_arguments(operation)
+        count = len(arguments["normalized_shape"])
+        if not all(map(is_features, layout.dimensions[-count:])):
             return None
         return {source: layout}
     return None
 
 
-def broadcast_back(layout: Layout, shape: Sequence[Any]) -> Layout:
-    """Of an operand with that `shape`, which is stretched to what has `layout`."""
+def broadcast_operand(layout: Layout, shape: Sequence[Any]) -> Layout:
+    """Return the layout of an operand with `shape` that is broadcast to `layout`."""
     dimensions = layout.dimensions[len(layout.dimensions) - len(shape) :]
     return Layout(
         tuple(
@@ -173,66 +169,66 @@ def broadcast_back(layout: Layout, shape: Sequence[Any]) -> Layout:
     )
 
 
-def _before_repeat(node: Node, layout: Layout, shape: Sequence[Any], pairs: Pairs) -> Layout | None:
-    """Of what is repeated as a whole, once for every expert."""
+def _repeat_operand(node: Node, layout: Layout, shape: Sequence[Any], pairs: Pairs) -> Layout | None:
+    """Return the layout of the operand of `repeat`, which may repeat all positions once for every expert."""
     repeats = all_arguments(node)["repeats"]
     new = len(repeats) - len(shape)
     dimensions: list[Dimension] = []
-    for place, (times, dimension) in enumerate(zip(repeats, layout.dimensions, strict=True)):
-        size = size_expression(shape[place - new]) if place >= new else sympy.Integer(1)
+    for dim, (times, dimension) in enumerate(zip(repeats, layout.dimensions, strict=True)):
+        size = size_expression(shape[dim - new]) if dim >= new else sympy.Integer(1)
         if times == 1 or size == 1:
-            found = dimension if times == 1 else features(size)
-        elif is_plain(dimension):
-            found = features(size)
-        elif dimension == pairs.of_all and times == pairs.experts and size == pairs.places:
-            found = pairs.of_places
+            operand_dimension = dimension if times == 1 else features(size)
+        elif is_features(dimension):
+            operand_dimension = features(size)
+        elif dimension == pairs.of_pairs and times == pairs.experts and size == pairs.positions:
+            operand_dimension = pairs.of_positions
         else:
             return None
-        if place >= new:
-            dimensions.append(found)
+        if dim >= new:
+            dimensions.append(operand_dimension)
     return Layout(tuple(dimensions))
 
 
-def _along_back(node: Node, base: str, layout: Layout, shape: Sequence[Any]) -> Layout | None:
-    given = all_arguments(node)
-    name = next((one for one in ("dim", "dims") if one in given), None)
-    if name is None or given[name] is None or given[name] == []:
+def _operand_along(node: Node, base: str, layout: Layout, shape: Sequence[Any]) -> Layout | None:
+    values = all_arguments(node)
+    name = next((key for key in ("dim", "dims") if key in values), None)
+    if name is None or values[name] is None or values[name] == []:
         return None
-    dims = [dim % len(shape) for dim in (given[name] if isinstance(given[name], (list, tuple)) else [given[name]])]
+    dims = [dim % len(shape) for dim in (values[name] if isinstance(values[name], (list, tuple)) else [values[name]])]
     dimensions = list(layout.dimensions)
-    if base == "select" or (has_trait(node, Trait.REDUCE) and not given.get("keepdim", False)):
+    if base == "select" or (has_trait(node, Trait.REDUCE) and not values.get("keepdim", False)):
         for dim in sorted(dims):
             dimensions.insert(dim, features(shape[dim]))
     else:
         for dim in dims:
-            if not is_plain(dimensions[dim]):
-                is_whole = base == "slice" and size_of(dimensions[dim]) == size_expression(shape[dim])
-                if not is_whole or given.get("step", 1) != 1:
+            if not is_features(dimensions[dim]):
+                is_full = base == "slice" and size_of(dimensions[dim]) == size_expression(shape[dim])
+                if not is_full or values.get("step", 1) != 1:
                     return None
             else:
                 dimensions[dim] = features(shape[dim])
     return Layout(tuple(dimensions))
 
 
-def _joined_back(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | None:
-    given = all_arguments(node)
-    dim = given["dim"] % len(layout.dimensions)
-    if not is_plain(layout.dimensions[dim]):
+def _join_operands(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | None:
+    arguments = all_arguments(node)
+    dim = arguments["dim"] % len(layout.dimensions)
+    if not is_features(layout.dimensions[dim]):
         return None
-    found: dict[Node, Layout] = {}
-    for used in nodes_in(given["tensors"]):
+    layouts: dict[Node, Layout] = {}
+    for used in nodes_in(arguments["tensors"]):
         dimensions = list(layout.dimensions)
         if base == "stack":
             del dimensions[dim]
         else:
             dimensions[dim] = features(fake_value(used).shape[dim])
-        if found.setdefault(used, Layout(tuple(dimensions))).dimensions != tuple(dimensions):
+        if layouts.setdefault(used, Layout(tuple(dimensions))).dimensions != tuple(dimensions):
             return None
-    return found
+    return layouts
 
 
-def is_counting(node: Any) -> bool:
-    """True for 0, 1, 2, .. along the one dimension that has more than one element."""
+def is_broadcast_arange(node: Any) -> bool:
+    """Return whether `node` is 0, 1, 2, .. along one dimension, and has size 1 in all others."""
     if not isinstance(node, Node):
         return False
     *steps, source = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY, Trait.CAST))

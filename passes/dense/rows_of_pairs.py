@@ -1,9 +1,8 @@
-"""Write what dense experts compute for some pairs of an expert and a place alone: rows, sorted by expert.
+"""Compute the values of dense experts for selected pairs only: as rows, sorted by expert.
 
-A value [experts, places, features], in whatever order of dimensions, becomes [rows, features]: dimensions of experts
-and places are left out, and rows stand in front. What it is computed of is followed back, operation by operation
-(`pair_layouts.py`): what has no experts is looked up by the place of each row, what has no places by its expert, and
-what is not followed by both.
+A value [experts, positions, features], with dimensions in any order, becomes [rows, features]. Its operands are traced
+back, operation by operation (`pair_layouts.py`): values without experts are looked up by the position of each row,
+values without positions by its expert, and values that cannot be traced by both.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch.fx import Node
 from moepass.passes.dense.dense_gemms import DenseGemm, dense_gemm
 from moepass.passes.dense.pair_layouts import (
     Pairs,
-    broadcast_back,
+    broadcast_operand,
+    feature_dims,
     features_in,
-    is_plain,
-    kept,
-    sources,
+    is_features,
+    operand_layouts,
 )
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
@@ -37,133 +36,132 @@ from moepass.passes.rows.row_layout import Layout, Part
 
 aten = torch.ops.aten
 
-_PLACE = ("nn_module_stack", "stack_trace")
+_MODULE_KEYS = ("nn_module_stack", "stack_trace")
 
 
 @dataclasses.dataclass(frozen=True)
 class PairRows:
-    """The rows that are computed: `count` of them, a number or a node; of each its expert and its place, int64 [rows].
-    `ends` [experts] is where each expert's rows end, int32. `are_all`: all pairs, one expert after the other.
+    """The `count` (a number or a node) of rows that are computed, and the expert and position of each, int64 [rows].
+
+    `ends` are the ends of the experts' rows, int32 [experts]. `are_all` means all pairs, sorted by expert.
     """
 
     count: Any
     experts: Node
-    places: Node
+    positions: Node
     ends: Node
     are_all: bool = False
 
 
 class RowsOfPairs:
-    """Writes values for `rows`, which are some of `pairs`."""
+    """A writer of values for `rows`, which are some of `pairs`."""
 
     def __init__(self, writer: GraphWriter, pairs: Pairs, rows: PairRows) -> None:
         self.writer, self.pairs, self.rows = writer, pairs, rows
-        # The GEMMs of the graph that were written for the rows, and what they became.
+        # The grouped GEMM that replaces each GEMM.
         self.gemms: dict[Node, Node] = {}
-        self._known: dict[tuple[Node, Layout], Node] = {}
+        self._cache: dict[tuple[Node, Layout], Node] = {}
         self._reaches: dict[tuple[Node, Layout], bool] = {}
-        self._gains: dict[tuple[Node, Layout], bool] = {}
+        self._smaller_sources: dict[tuple[Node, Layout], bool] = {}
 
     def write(self, node: Node, layout: Layout) -> Node:
-        """[rows, features] of `node`, in which experts and places lie as in `layout`. Raises NotThisForm."""
+        """Return [rows, features] of `node`, which has `layout`. Raises NotThisForm."""
         key = (node, layout)
-        if key not in self._known:
-            self._known[key] = self._write(node, layout)
+        if key not in self._cache:
+            self._cache[key] = self._write(node, layout)
             wanted = [*map(size_expression, self._shape(layout))]
-            if [*map(size_expression, fake_value(self._known[key]).shape)] != wanted:
-                self._refuse(node, "gives other sizes for the rows that are chosen")
-            if fake_value(self._known[key]).dtype != fake_value(node).dtype:
-                self._refuse(node, "gives another type for the rows that are chosen")
-        return self._known[key]
+            if [*map(size_expression, fake_value(self._cache[key]).shape)] != wanted:
+                self._refuse(node, "has another shape for the chosen rows")
+            if fake_value(self._cache[key]).dtype != fake_value(node).dtype:
+                self._refuse(node, "has another type for the chosen rows")
+        return self._cache[key]
 
     def reaches_gemms(self, node: Node, layout: Layout) -> bool:
-        """True where operations that are known lead from `node` back to a GEMM of the experts."""
+        """Return whether known operations lead from `node` back to a GEMM of the experts."""
         key = (node, layout)
         if key not in self._reaches:
             self._reaches[key] = False
             self._reaches[key] = self.pairs.has_pairs(layout) and (
                 self._gemm(node, layout) is not None
-                or any(self.reaches_gemms(*one) for one in self._sources(node, layout).items())
+                or any(self.reaches_gemms(*operand) for operand in self._operands(node, layout).items())
             )
         return self._reaches[key]
 
-    def _sources(self, node: Node, layout: Layout) -> dict[Node, Layout]:
+    def _operands(self, node: Node, layout: Layout) -> dict[Node, Layout]:
         if node.op != "call_function" or mutates(node) or draws_random_numbers(node):
             return {}
-        found = sources(node, layout, self.pairs) or {}
-        # An operand without rows is the same for all of them.
-        return {used: one for used, one in found.items() if one.has_rows and self.pairs.are_known(one)}
+        layouts = operand_layouts(node, layout, self.pairs) or {}
+        # Operands without rows are equal for all rows.
+        return {used: each for used, each in layouts.items() if each.has_rows and self.pairs.are_complete(each)}
 
-    def _is_looked_up_before(self, node: Node, layout: Layout) -> bool:
-        """True where `node` is computed of what has no experts, or no places, so that less is looked up before it."""
+    def _reads_less(self, node: Node, layout: Layout) -> bool:
+        """Return whether `node` is computed from a value without experts or positions, with less to look up."""
         key = (node, layout)
-        if key not in self._gains:
-            self._gains[key] = False
-            below = self._sources(node, layout)
-            self._gains[key] = any(
-                not self.pairs.has_pairs(one) or self._is_looked_up_before(used, one) for used, one in below.items()
+        if key not in self._smaller_sources:
+            self._smaller_sources[key] = False
+            operands = self._operands(node, layout)
+            self._smaller_sources[key] = any(
+                not self.pairs.has_pairs(each) or self._reads_less(used, each) for used, each in operands.items()
             )
-        return self._gains[key]
+        return self._smaller_sources[key]
 
     def _gemm(self, node: Node, layout: Layout) -> DenseGemm | None:
         gemm = dense_gemm(node)
         if gemm is None or gemm.kind == "summed" or gemm.experts != self.pairs.experts:
             return None
-        return gemm if gemm.result(self.pairs) == layout else None
+        return gemm if gemm.result_layout(self.pairs) == layout else None
 
     def _write(self, node: Node, layout: Layout) -> Node:
-        if not self.pairs.are_known(layout):
-            self._refuse(node, "takes experts or tokens apart")
+        if not self.pairs.are_complete(layout):
+            self._refuse(node, "splits experts or tokens")
         if not self.pairs.has_pairs(layout):
-            return self._looked_up(node, layout)
+            return self._look_up(node, layout)
         gemm = self._gemm(node, layout)
         if gemm is not None:
-            return self._multiplied(gemm, layout)
-        if self.reaches_gemms(node, layout) or self._is_looked_up_before(node, layout):
-            return self._repeated(node, layout)
-        return self._looked_up(node, layout)
+            return self._grouped_gemm(gemm, layout)
+        if self.reaches_gemms(node, layout) or self._reads_less(node, layout):
+            return self._repeat(node, layout)
+        return self._look_up(node, layout)
 
-    # -------------------------------------------------------------------------------------------------------- leaves
-
-    def _looked_up(self, node: Node, layout: Layout) -> Node:
-        """What each row has in `node`, by its expert, or its place, or both."""
+    def _look_up(self, node: Node, layout: Layout) -> Node:
+        """Return the elements of `node` for each row, by its expert, its position, or both."""
         writer = self.writer
-        parts = [part for dimension in layout.dimensions for part in dimension]
-        atoms = self._atoms(parts)
-        source = self._viewed(node, [self._size(part.size, node) for part in atoms])
-        of_experts = [dim for dim, part in enumerate(atoms) if part.is_rows and part.share == self._expert_share]
-        of_places = [dim for dim, part in enumerate(atoms) if part.is_rows and part.share != self._expert_share]
-        of_places.sort(key=lambda dim: atoms[dim].share or ())
-        others = [dim for dim, part in enumerate(atoms) if not part.is_rows]
-        order = [*of_places, *of_experts, *others]
-        if of_places and of_experts:
+        factors = [factor for dimension in layout.dimensions for factor in dimension]
+        split = self._split_pairs(factors)
+        source = self._viewed(node, [self._size(factor.size, node) for factor in split])
+        expert_dims = [dim for dim, each in enumerate(split) if each.is_rows and each.share == self._expert_share]
+        position_dims = [dim for dim, each in enumerate(split) if each.is_rows and each.share != self._expert_share]
+        position_dims.sort(key=lambda dim: split[dim].share or ())
+        feature_axes = [dim for dim, factor in enumerate(split) if not factor.is_rows]
+        order = [*position_dims, *expert_dims, *feature_axes]
+        if position_dims and expert_dims:
             self._check_not_computed(node)
-        if self.rows.are_all and of_places and of_experts:
-            order = [*of_experts, *of_places, *others]
+        if self.rows.are_all and position_dims and expert_dims:
+            order = [*expert_dims, *position_dims, *feature_axes]
             if order != sorted(order):
                 source = writer.emit(aten.permute.default, source, order)
             return writer.viewed(source, self._shape(layout))
         if order != sorted(order):
             source = writer.emit(aten.permute.default, source, order)
         shape = [writer.size(source, dim) for dim in range(len(order))]
-        if len(of_places) > 1:
-            source = writer.viewed(source, [self._places(), *shape[len(of_places) :]])
-        numbers = [self.rows.places] * bool(of_places) + [self.rows.experts] * bool(of_experts)
+        if len(position_dims) > 1:
+            source = writer.viewed(source, [self._position_count(), *shape[len(position_dims) :]])
+        numbers = [self.rows.positions] * bool(position_dims) + [self.rows.experts] * bool(expert_dims)
         return writer.viewed(writer.emit(aten.index.Tensor, source, numbers), self._shape(layout))
 
     def _check_not_computed(self, node: Node) -> None:
-        """Raises NotThisForm where a GEMM of the same experts gives what `node` is computed of, as it seems."""
+        """Raise NotThisForm if `node` seems to depend on a GEMM of the same experts."""
 
         def is_of_experts(used: Node) -> bool:
             tensors = [value for value in several(fake_value(used)) if isinstance(value, torch.Tensor)]
             return any(size_expression(size) == self.pairs.experts for value in tensors for size in value.shape)
 
         for gemm in map(dense_gemm, ancestors(node, follow=is_of_experts)):
-            if gemm is not None and Pairs(gemm.experts, gemm.places) == self.pairs:
-                self._refuse(node, "is computed of what all experts give, in another way than pair by pair")
+            if gemm is not None and Pairs(gemm.experts, gemm.positions) == self.pairs:
+                self._refuse(node, "is computed from results of all experts, and may mix pairs of token and expert")
 
     def _viewed(self, node: Node, shape: list[Any]) -> Node:
-        """`node` in another shape: what it is a view of, where that has it."""
+        """Return `node` in another shape: a tensor that it is a view of, or a new view."""
         wanted = [*map(size_expression, shape)]
         _, *viewed = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE, Trait.COPY))
         same = (source for source in viewed if [*map(size_expression, fake_value(source).shape)] == wanted)
@@ -173,34 +171,31 @@ class RowsOfPairs:
     def _expert_share(self) -> Any:
         return self.pairs.of_experts[0].share
 
-    def _atoms(self, parts: list[Part]) -> list[Part]:
-        """Parts, all pairs in one of them as experts and places."""
-        found: list[Part] = []
-        for part in parts:
-            found += [*self.pairs.of_experts, *self.pairs.of_places] if part.share == () else [part]
-        return found
+    def _split_pairs(self, factors: list[Part]) -> list[Part]:
+        """Return `factors`, with all pairs split into experts and positions."""
+        split: list[Part] = []
+        for factor in factors:
+            split += [*self.pairs.of_experts, *self.pairs.of_positions] if factor.share == () else [factor]
+        return split
 
-    def _places(self) -> Any:
-        return self._size(self.pairs.places, self.rows.places)
+    def _position_count(self) -> Any:
+        return self._size(self.pairs.positions, self.rows.positions)
 
     def _size(self, size: sympy.Expr, node: Node) -> Any:
-        """A size as a number or a node."""
         if size.is_Integer:
             return int(size)
-        for known in (node, *node.all_input_nodes, *(one for one in node.graph.nodes if one < self.rows.places)):
-            value = fake_value(known)
-            if isinstance(value, torch.SymInt) and size_expression(value) == size and known < self.writer.like:
-                return known
-            for dim, own in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-                if size_expression(own) == size:
-                    return self.writer.size(known, dim)
-        self._refuse(node, f"has a size of {size}, which nothing in the graph shows")
+        for source in (node, *node.all_input_nodes, *(each for each in node.graph.nodes if each < self.rows.positions)):
+            value = fake_value(source)
+            if isinstance(value, torch.SymInt) and size_expression(value) == size and source < self.writer.like:
+                return source
+            for dim, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if size_expression(extent) == size:
+                    return self.writer.size(source, dim)
+        self._refuse(node, f"has a size of {size}, which is not found in the graph")
 
-    # ---------------------------------------------------------------------------------------------------- operations
-
-    def _multiplied(self, gemm: DenseGemm, layout: Layout) -> Node:
+    def _grouped_gemm(self, gemm: DenseGemm, layout: Layout) -> Node:
         writer = self.writer
-        rows = writer.viewed(self.write(gemm.rows, gemm.of_rows(self.pairs)), [self.rows.count, gemm.width])
+        rows = writer.viewed(self.write(gemm.rows, gemm.rows_layout(self.pairs)), [self.rows.count, gemm.width])
         product = self.product(gemm, rows)
         self.gemms[gemm.node] = product
         product = writer.viewed(product, self._shape(layout))
@@ -209,106 +204,102 @@ class RowsOfPairs:
         return writer.emit(aten.add.Tensor, product, self._operand(gemm.added, layout))
 
     def product(self, gemm: DenseGemm, rows: Node) -> Node:
-        """`rows` [rows, in] times the weights of their experts."""
+        """Return `rows` [rows, in] times the weights of their experts."""
         weights = gemm.weights
         if gemm.inner == 2:
             weights = self.writer.emit(aten.permute.default, weights, [0, 2, 1])
         product = self.writer.emit(grouped_gemm_for(rows, weights), rows, weights, self.rows.ends)
-        # The block is named after the module that multiplies.
-        product.meta.update({key: gemm.node.meta[key] for key in _PLACE if key in gemm.node.meta})
+        # The block's name is that of the module that multiplies.
+        product.meta.update({key: gemm.node.meta[key] for key in _MODULE_KEYS if key in gemm.node.meta})
         return product
 
     def _operand(self, used: Node, layout: Layout) -> Node:
-        """`used` as it meets rows of a result that has `layout`."""
+        """Return `used` in a shape that broadcasts with the rows of a result that has `layout`."""
         value = fake_value(used)
         front = len(layout.dimensions) - value.dim()
-        of_operand = broadcast_back(layout, value.shape)
+        operand_layout = broadcast_operand(layout, value.shape)
         sizes = [
-            features_in(of_operand.dimensions[dim - front]) if dim >= front else sympy.Integer(1)
-            for dim in kept(layout)
+            features_in(operand_layout.dimensions[dim - front]) if dim >= front else sympy.Integer(1)
+            for dim in feature_dims(layout)
         ]
-        if of_operand.has_rows:
-            return self._viewed(self.write(used, of_operand), [self.rows.count, *map(int, sizes)])
-        sizes = sizes[len([dim for dim in kept(layout) if dim < front]) :]
+        if operand_layout.has_rows:
+            return self._viewed(self.write(used, operand_layout), [self.rows.count, *map(int, sizes)])
+        sizes = sizes[len([dim for dim in feature_dims(layout) if dim < front]) :]
         return self.writer.viewed(used, list(map(int, sizes)))
 
-    def _repeated(self, node: Node, layout: Layout) -> Node:
-        """The operation of `node` on the rows of what it is computed of."""
+    def _repeat(self, node: Node, layout: Layout) -> Node:
         writer, base = self.writer, base_operation(node)
-        below = sources(node, layout, self.pairs)
-        if below is None or mutates(node) or draws_random_numbers(node):
-            self._refuse(
-                node, "is no operation that moepass knows to compute every pair of a token and an expert alone"
-            )
+        operands = operand_layouts(node, layout, self.pairs)
+        if operands is None or mutates(node) or draws_random_numbers(node):
+            self._refuse(node, "is not an operation that is known to keep pairs of token and expert separate")
         if has_trait(node, Trait.COPY, Trait.RESHAPE, Trait.REPEAT):
-            ((source, one),) = below.items()
-            return self._viewed(self.write(source, one), self._shape(layout))
+            ((source, operand_layout),) = operands.items()
+            return self._viewed(self.write(source, operand_layout), self._shape(layout))
         if base == "expand":
-            ((source, one),) = below.items()
+            ((source, operand_layout),) = operands.items()
             return writer.emit(aten.expand.default, self._operand(source, layout), self._shape(layout))
         if has_trait(node, Trait.PERMUTE):
-            return self._turned(node, layout, *next(iter(below.items())))
+            return self._permute(node, layout, *next(iter(operands.items())))
         if operation(node) == "getitem":
-            return self._item(node, *next(iter(below.items())))
+            return self._item(node, *next(iter(operands.items())))
         if has_trait(node, Trait.ELEMENTWISE):
             if not all(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes):
                 self._refuse(node, "computes with a size")
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._operand(used, layout))
             return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
         if has_trait(node, Trait.JOIN):
-            if not all(one.has_rows for one in below.values()):
-                self._refuse(node, "puts rows together with what is the same for all of them")
+            if not all(each.has_rows for each in operands.values()):
+                self._refuse(node, "joins rows with a value that is equal for all rows")
             dim = all_arguments(node)["dim"] % len(layout.dimensions)
-            rows = {used: self.write(used, one) for used, one in below.items()}
+            rows = {used: self.write(used, each) for used, each in operands.items()}
             tensors = map_nodes(list(all_arguments(node)["tensors"]), rows.__getitem__)
-            return writer.emit(node.target, tensors, 1 + kept(layout).index(dim))  # type: ignore[arg-type]
-        source, one = next(iter(below.items()))
+            return writer.emit(node.target, tensors, 1 + feature_dims(layout).index(dim))  # type: ignore[arg-type]
+        source, operand_layout = next(iter(operands.items()))
         if has_trait(node, Trait.ALONG):
-            return self._along(node, one, self.write(source, one))
-        return self._refuse(node, "is no operation that moepass repeats for chosen rows")
+            return self._along(node, operand_layout, self.write(source, operand_layout))
+        return self._refuse(node, "is not an operation that moepass repeats for chosen rows")
 
-    def _turned(self, node: Node, layout: Layout, source: Node, before: Layout) -> Node:
-        order, own = permutation(node), kept(before)
-        places = [1 + own.index(order[dim]) for dim in kept(layout)]
-        rows = self.write(source, before)
-        # Where a dimension of 1 stands does not matter; einsum moves them about.
-        moved = [place for place in places if fake_value(rows).shape[place] != 1]
+    def _permute(self, node: Node, layout: Layout, source: Node, source_layout: Layout) -> Node:
+        order, source_dims = permutation(node), feature_dims(source_layout)
+        dims = [1 + source_dims.index(order[dim]) for dim in feature_dims(layout)]
+        rows = self.write(source, source_layout)
+        # Moving dimensions of size 1, as einsum does, needs no permutation.
+        moved = [dim for dim in dims if fake_value(rows).shape[dim] != 1]
         if moved == sorted(moved):
             return self._viewed(rows, self._shape(layout))
-        return self.writer.emit(aten.permute.default, rows, [0, *places])
+        return self.writer.emit(aten.permute.default, rows, [0, *dims])
 
-    def _item(self, node: Node, source: Node, before: Layout) -> Node:
-        cut = node.args[0]
-        assert isinstance(cut, Node)
-        rows = self.write(source, before)
-        if has_trait(cut, Trait.NORM):
-            args, kwargs = map_nodes((cut.args, cut.kwargs), lambda used: rows if used is source else used)
-            return self.writer.getitem(self.writer.emit(cut.target, *args, **kwargs), 0)  # type: ignore[arg-type]
-        assert has_trait(cut, Trait.SPLIT)
-        return self.writer.getitem(self._along(cut, before, rows), node.args[1])  # type: ignore[arg-type]
+    def _item(self, node: Node, source: Node, source_layout: Layout) -> Node:
+        producer = node.args[0]
+        assert isinstance(producer, Node)
+        rows = self.write(source, source_layout)
+        if has_trait(producer, Trait.NORM):
+            args, kwargs = map_nodes((producer.args, producer.kwargs), lambda used: rows if used is source else used)
+            return self.writer.getitem(self.writer.emit(producer.target, *args, **kwargs), 0)  # type: ignore[arg-type]
+        assert has_trait(producer, Trait.SPLIT)
+        return self.writer.getitem(self._along(producer, source_layout, rows), node.args[1])  # type: ignore[arg-type]
 
-    def _along(self, node: Node, before: Layout, rows: Node) -> Node:
-        """An operation along features, as these stand behind rows."""
-        given, own = all_arguments(node), kept(before)
-        name = "dim" if "dim" in given else "dims"
-        dims = given[name] if isinstance(given[name], (list, tuple)) else [given[name]]
-        dims = [dim % len(before.dimensions) for dim in dims]
-        if any(not is_plain(before.dimensions[dim]) for dim in dims):
+    def _along(self, node: Node, layout: Layout, rows: Node) -> Node:
+        arguments, row_dims = all_arguments(node), feature_dims(layout)
+        name = "dim" if "dim" in arguments else "dims"
+        dims = arguments[name] if isinstance(arguments[name], (list, tuple)) else [arguments[name]]
+        dims = [dim % len(layout.dimensions) for dim in dims]
+        if any(not is_features(layout.dimensions[dim]) for dim in dims):
             if base_operation(node) == "slice":
                 return rows  # all of them
             self._refuse(node, "works along experts or tokens")
-        moved = [1 + own.index(dim) for dim in dims]
-        given[name] = moved if isinstance(given[name], (list, tuple)) else moved[0]
-        (first, *_) = given
-        given[first] = rows
-        names = [one.name for one in node.target._schema.arguments if not one.kwarg_only]  # type: ignore[union-attr]
-        args = [given.pop(name) for name in names]
-        return self.writer.emit(node.target, *args, **given)  # type: ignore[arg-type]
+        moved = [1 + row_dims.index(dim) for dim in dims]
+        arguments[name] = moved if isinstance(arguments[name], (list, tuple)) else moved[0]
+        (first, *_) = arguments
+        arguments[first] = rows
+        names = [entry.name for entry in node.target._schema.arguments if not entry.kwarg_only]  # type: ignore[union-attr]
+        args = [arguments.pop(name) for name in names]
+        return self.writer.emit(node.target, *args, **arguments)  # type: ignore[arg-type]
 
     def _shape(self, layout: Layout) -> list[Any]:
-        sizes = [features_in(layout.dimensions[dim]) for dim in kept(layout)]
+        sizes = [features_in(layout.dimensions[dim]) for dim in feature_dims(layout)]
         if not all(size.is_Integer for size in sizes):
-            raise NotThisForm("it has a number of features that only a run tells")
+            raise NotThisForm("it has a number of features that is only known at run time")
         return [self.rows.count, *map(int, sizes)]
 
     def _refuse(self, node: Node, what: str) -> NoReturn:

@@ -2,7 +2,7 @@
 
     home    bytes at rest; the first `link_bytes` of them travel, and only the home needs the others
     link    bytes that travel: into the slot if the format has no decoder, else into an encoded buffer of the ring
-    slot    bytes that the decoder writes, on a stream or thread of its own
+    slot    bytes that the decoder writes, on a separate stream or thread
 
 Sizes are in bytes and describe a complete bank, independent of the number of its shards.
 """

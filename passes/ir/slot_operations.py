@@ -132,7 +132,7 @@ def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any
     """Start to copy `bank` after the event `after`, and return the event "the copy is done".
 
     `after` is a release, or None for a fresh slot. If the bank's format has a decoder, the target is not `slot` but the
-    encoded buffer that has been free for longest, and `after` is None: the copy waits for the last decode from there.
+    encoded buffer that has been free for longest, without `after`: the copy waits for the last decode from there.
     """
     _not_executable("prefetch")
 

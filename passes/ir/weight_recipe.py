@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class WeightRecipe:
-    """The computation of this rank's part [own experts, ...] of the tensor at `position` of a bank.
+    """The computation of this rank's part [local experts, ...] of the tensor at `position` of a bank.
 
     Attributes:
         inputs: positions among the parameters of the bank

@@ -1,4 +1,4 @@
-"""Loops over experts, as models write them out, become sorted rows and grouped GEMMs.
+"""Replacement of unrolled loops over experts by sorted rows and grouped GEMMs.
 
 May import masks, rows, blocks, graph, ops, ir.
 """

@@ -47,7 +47,7 @@ from moepass.passes.rows.rows_in_front import dim_in_front, features_behind, row
 
 aten = torch.ops.aten
 
-# More nodes than an expert has.
+# An expert has fewer nodes.
 _MOST_STEPS = 400
 _OTHER_ARGUMENTS = "has other arguments than in other branches"
 
@@ -74,7 +74,7 @@ class ByExpert:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """All branches have the same value, `node`."""
+    """One `node` that is the value in all branches."""
 
     node: Node
 
@@ -90,24 +90,24 @@ class Branches(RowRules):
         self.writer = writer
         self.experts = experts
         self.gemms: list[Node] = []
-        # Whether each branch has a different weight, as experts have.
+        # Whether each branch has its own weight.
         self.has_weights = False
         self.groups: RowGroups | None = None
         # If masks of experts select the rows: the chosen experts, the kind of mask, and all pairs.
         self.chosen: tuple[Chosen, bool] | None = None
         self.pairs: SortedPairs | None = None
         self._fixed = fixed
-        self._known: dict[tuple[Node, ...], Together] = {}
+        self._results: dict[tuple[Node, ...], Together] = {}
         self._row_ids: Node | None = None
 
     def together(self, nodes: Sequence[Node]) -> Together:
         """Return the value of `nodes`, one of each branch, for all branches together. Raises NotThisForm."""
         key = tuple(nodes)
-        if key not in self._known:
-            if len(self._known) > _MOST_STEPS:
-                self._refuse(key[0], "is computed of more than an expert computes")
-            self._known[key] = self._follow(key)
-        return self._known[key]
+        if key not in self._results:
+            if len(self._results) > _MOST_STEPS:
+                self._refuse(key[0], "depends on more nodes than an expert has")
+            self._results[key] = self._follow(key)
+        return self._results[key]
 
     def _follow(self, nodes: tuple[Node, ...]) -> Together:
         first = nodes[0]
@@ -119,51 +119,49 @@ class Branches(RowRules):
         if weights is not None:
             self.has_weights = True
             return ByExpert(weights)
-        pieces = self._chosen_rows(nodes) or pieces_of(nodes)
+        pieces = self._masked_pieces(nodes) or pieces_of(nodes)
         if pieces is not None and not self._fixed.holds(pieces.source):
-            return self._rows_of(nodes, pieces)
-        self._check_alike(nodes)
+            return self._rows_of_pieces(nodes, pieces)
+        self._check_same_operation(nodes)
         if all(map(multiplies_by_one_matrix, nodes)):
-            return self._of_matrices(nodes)
+            return self._batched_product(nodes)
         inputs = [_tensors_in(node) for node in nodes]
         if len(set(map(len, inputs))) != 1:
             self._refuse(first, "reads more or fewer values than in other branches")
-        tensors = {of_all[0]: self.together(of_all) for of_all in zip(*inputs, strict=True)}
+        tensors = {branch_inputs[0]: self.together(branch_inputs) for branch_inputs in zip(*inputs, strict=True)}
         have_rows = any(isinstance(value, RowsOfAll) for value in tensors.values())
         if not compute_the_same(nodes, have_rows=have_rows):
-            self._check_cuts(nodes)
+            self._check_pieces(nodes)
             self._refuse(first, _OTHER_ARGUMENTS)
         if have_rows:
-            return self._of_rows(nodes, tensors)
+            return self._row_operation(nodes, tensors)
         if any(isinstance(value, ByExpert) for value in tensors.values()):
-            return ByExpert(self._of_weights(first, tensors))
-        return self._constant_of_all(nodes)
+            return ByExpert(self._weight_operation(first, tensors))
+        return self._common_constant(nodes)
 
-    # ---------------------------------------------------------------------------------------------------- leaves
-
-    def _rows_of(self, nodes: tuple[Node, ...], pieces: Pieces) -> RowsOfAll:
+    def _rows_of_pieces(self, nodes: tuple[Node, ...], pieces: Pieces) -> RowsOfAll:
         first = nodes[0]
         shape = fake_value(first).shape
         dims = self._row_dims(shape) if pieces.is_even else [pieces.dim]
         if not dims:
-            self._refuse(first, "has another number of rows than what it meets")
+            self._refuse(first, "has another number of rows than other operands")
         layout = rows_in(shape, dims)
-        rows = sympy.expand(sympy.Mul(*(part.size for part in row_parts(layout))))
+        rows = sympy.expand(sympy.Mul(*(factor.size for factor in row_parts(layout))))
         if self.groups is not None and (self.groups.pieces.table is None) != (pieces.table is None):
-            self._refuse(first, "is cut into other pieces than what it meets")
+            self._refuse(first, "is split into other pieces than other operands")
         if self.groups is None:
             self.groups = RowGroups.of(pieces, first, dims, self.writer)
         elif not self.groups.fit(pieces, rows):
-            self._refuse(first, "is cut into other pieces than what it meets")
+            self._refuse(first, "is split into other pieces than other operands")
         self._layouts[first] = layout
         return RowsOfAll(self.groups.all_rows(pieces, self._shape_of(layout), self.writer), layout)
 
-    def _chosen_rows(self, nodes: tuple[Node, ...]) -> Pieces | None:
+    def _masked_pieces(self, nodes: tuple[Node, ...]) -> Pieces | None:
         """Return the pairs that `nodes` list by masks of experts, as pieces; None if they list no such pairs."""
         masked = masks_of_all_experts(nodes)
         if masked is None:
             if (masks := masks_of_experts(nodes)) is not None:
-                if len({(mask.chosen, mask.is_turned) for mask in masks}) != 1:
+                if len({(mask.chosen, mask.is_transposed) for mask in masks}) != 1:
                     self._refuse(
                         nodes[0],
                         "and those of the other branches list rows by different expert ids, or in different orders; "
@@ -180,18 +178,15 @@ class Branches(RowRules):
         if self.pairs is None:
             self.chosen, self.pairs = (masked[0], masked[1]), SortedPairs.of(masked[0], self.writer)
         if [*chosen] != [*(self.chosen or ())]:
-            self._refuse(nodes[0], "lists what a mask selects in another order than what it meets")
+            self._refuse(nodes[0], "lists the rows of a mask in another order than other operands")
         sizes = tuple(size_expression(fake_value(node).shape[0]) for node in nodes)
         if any(size.is_Integer for size in sizes):
-            self._refuse(nodes[0], "is said to have a constant number of rows")
-        source = self.pairs.tokens if are_tokens else self.pairs.places
-        return Pieces(source, 0, sizes, table=self.pairs.ends, are_whole=True)
+            self._refuse(nodes[0], "has a constant number of rows")
+        source = self.pairs.tokens if are_tokens else self.pairs.choices
+        return Pieces(source, 0, sizes, table=self.pairs.ends, are_complete=True)
 
     def _row_dims(self, shape: Sequence[Any]) -> list[int]:
-        """Return the dimensions of an even piece that are rows.
-
-        All but the last one; for later pieces, as many as give the number of rows of the first piece.
-        """
+        """Return the row dimensions of an even piece: all but the last, or as many as give the rows of a group."""
         if self.groups is None:
             return list(range(max(1, len(shape) - 1)))
         for number in range(len(shape), 0, -1):
@@ -199,18 +194,16 @@ class Branches(RowRules):
                 return list(range(number))
         return []
 
-    def _constant_of_all(self, nodes: tuple[Node, ...]) -> Shared:
-        """Return a constant that every branch makes again. Raises NotThisForm for other nodes."""
+    def _common_constant(self, nodes: tuple[Node, ...]) -> Shared:
+        """Return a constant that every branch computes. Raises NotThisForm for other nodes."""
         first = nodes[0]
         if first.op != "call_function" or draws_random_numbers(first):
-            self._refuse(first, "is not the same in all branches, and no piece of rows")
+            self._refuse(first, "is neither the same in all branches nor a piece of rows")
         if not isinstance(fake_value(first), (torch.Tensor, tuple, list)):
             self._refuse(first, "is a size of one branch")
         return Shared(first)
 
-    # ---------------------------------------------------------------------------------------------- alike branches
-
-    def _check_alike(self, nodes: tuple[Node, ...]) -> None:
+    def _check_same_operation(self, nodes: tuple[Node, ...]) -> None:
         """Raise NotThisForm unless `nodes` do the same, except for their numbers of rows."""
         first = nodes[0]
         if all(node.op == "placeholder" for node in nodes):
@@ -219,26 +212,26 @@ class Branches(RowRules):
             self._refuse(first, "is no weight, or has another shape or type than in other branches")
         for node in nodes[1:]:
             if (node.op, node.target) != (first.op, first.target) or node.op != "call_function":
-                self._refuse(node, f"stands in the place of {named(first)} in another branch")
+                self._refuse(node, f"is another operation than {named(first)} in the first branch")
         if mutates(first) or draws_random_numbers(first):
             self._refuse(first, "writes to its inputs or draws random numbers")
-        texts = {str(map_nodes((node.args, node.kwargs), _anything)) for node in nodes}
+        texts = {str(map_nodes((node.args, node.kwargs), _as_dot)) for node in nodes}
         if len(texts) != 1 and base_operation(first) == "eq":
             if chosen_by_top_k(first.args[0]) is not None:
                 self._refuse(first, "compares ids of experts, but does not select rows or weights by them alone")
             self._refuse(first, "compares something other than the ids [tokens, k] that torch.topk gives")
-        if len(texts) != 1 and not self._counts_rows(first):
-            self._check_cuts(nodes)
+        if len(texts) != 1 and not self._has_size_arguments(first):
+            self._check_pieces(nodes)
             self._refuse(first, _OTHER_ARGUMENTS)
 
-    def _check_cuts(self, nodes: tuple[Node, ...]) -> None:
+    def _check_pieces(self, nodes: tuple[Node, ...]) -> None:
         """Raise NotThisForm if `nodes` may leave out rows, or take pieces in another order."""
         sources = {node.args[0] for node in nodes if is_call(node, operator.getitem)}
         if len(sources) == 1 and has_trait(next(iter(sources)), Trait.SPLIT):
             self._refuse(
                 nodes[0],
-                "cuts rows into pieces, and not all of these are put together, or in another order; "
-                "let the experts come in the order of their pieces",
+                "splits rows into pieces, but some are not combined, or in another order; "
+                "combine the results of all experts in the order of their pieces",
             )
         if base_operation(nodes[0]) != "slice":
             return
@@ -247,37 +240,34 @@ class Branches(RowRules):
         if len({values["self"] for values in arguments}) == 1 and not all(isinstance(size, int) for size in sizes):
             self._refuse(
                 nodes[0],
-                "and those of the other branches are not known to cut out all rows, one after the other; where each "
-                "starts at the very end of the one before, and end = start + n with a count n that the host read, "
-                "torch._check(end >= start) and torch._check(end <= rows.shape[0]) before each rows[start:end] tell "
-                "that they do",
+                "and those of the other branches are not known to be consecutive slices of all rows; if each starts at "
+                "the end of the previous one, and end = start + n with a count n that the host reads, add "
+                "torch._check(end >= start) and torch._check(end <= rows.shape[0]) before each rows[start:end]",
             )
 
-    def _counts_rows(self, node: Node) -> bool:
+    def _has_size_arguments(self, node: Node) -> bool:
         """Return whether the arguments contain sizes; `_check_results` compares those of the results."""
         return has_trait(node, Trait.RESHAPE, Trait.FILL, Trait.EXPAND) or base_operation(node) == "slice"
 
-    # ------------------------------------------------------------------------------------------------------ rows
-
-    def _of_rows(self, nodes: tuple[Node, ...], tensors: dict[Node, Together]) -> RowsOfAll:
+    def _row_operation(self, nodes: tuple[Node, ...], tensors: dict[Node, Together]) -> RowsOfAll:
         node = nodes[0]
         base = base_operation(node)
         if has_trait(node, Trait.ITEM):
             (source,) = tensors.values()
             assert isinstance(source, RowsOfAll)
-            place = cast("int", node.args[1])
-            self._layouts[node] = layout = several(source.layouts)[place]
-            return RowsOfAll(self.writer.getitem(source.node, place), layout)
+            index = cast("int", node.args[1])
+            self._layouts[node] = layout = several(source.layouts)[index]
+            return RowsOfAll(self.writer.getitem(source.node, index), layout)
         self._check_operator(node)
         self._layouts[node] = layouts = self.with_rows(node)
         self._check_results(nodes, layouts)
         if base in ("mm", "addmm"):
-            return RowsOfAll(self._multiplied(node, base, named_arguments(node), tensors), layouts)
+            return RowsOfAll(self._gemm_product(node, base, named_arguments(node), tensors), layouts)
         if node in self._whole:
             return dataclasses.replace(self._only_rows(tensors), layouts=layouts)
         return RowsOfAll(self._repeated(node, base, tensors, layouts), layouts)
 
-    def _of_matrices(self, nodes: tuple[Node, ...]) -> RowsOfAll:
+    def _batched_product(self, nodes: tuple[Node, ...]) -> RowsOfAll:
         """Return the products of batches of rows with the matrix of their branch."""
         node = nodes[0]
         rows = self.together([cast("Node", gemm.args[0]) for gemm in nodes])
@@ -285,16 +275,16 @@ class Branches(RowRules):
         if not isinstance(rows, RowsOfAll) or isinstance(weights, RowsOfAll):
             self._refuse(node, "has no rows on its left, or rows on its right")
         *batch, features = rows.layout.dimensions
-        if any(part.is_rows for part in features):
-            self._refuse(node, "multiplies and adds up rows")
+        if any(factor.is_rows for factor in features):
+            self._refuse(node, "multiplies and sums over rows")
         width = fake_value(node).shape[-1]
         self._layouts[node] = layout = Layout((*batch, *no_rows([width]).dimensions))
         self._check_results(nodes, layout)
         return RowsOfAll(self._product(node, rows, weights), layout)
 
     def _looked_up(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layout:
-        """Return the layout of a lookup; also in a tensor without rows, by several numbers of each row."""
-        start, indices = _numbers_of_rows(node)
+        """Return the layout of a lookup, which may be in a tensor without rows, with several indices of each row."""
+        start, indices = _lookup_indices(node)
         layouts = [self._layout(index) for index in indices]
         are_rows = all(
             by_row == layouts[0]
@@ -312,11 +302,11 @@ class Branches(RowRules):
 
     def _looked_up_rows(self, node: Node, tensors: dict[Node, Together]) -> Node:
         """Return the values that all rows look up in a tensor that all branches share."""
-        start, indices = _numbers_of_rows(node)
+        start, indices = _lookup_indices(node)
         source = cast("Node", node.args[0])
         have_rows = all(isinstance(tensors[index], RowsOfAll) for index in indices)
         if not isinstance(tensors[source], Shared) or not have_rows:
-            self._refuse(node, "is looked up in something of each expert, or by something of it")
+            self._refuse(node, "looks up values of each expert, or with indices of each expert")
         shape = [self.writer.size(source, dim) for dim in range(start, fake_value(source).dim())]
         table = self.writer.viewed(tensors[source].node, shape)
         return self.writer.emit(aten.index.Tensor, table, [tensors[index].node for index in indices])
@@ -324,41 +314,41 @@ class Branches(RowRules):
     def _check_operator(self, node: Node) -> None:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-            self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
+            self._refuse(node, "is not an operator of ATen, so its effect on rows is unknown")
         sizes = [used for used in node.all_input_nodes if not isinstance(fake_value(used), (torch.Tensor, tuple, list))]
-        if sizes and not self._counts_rows(node):
+        if sizes and not self._has_size_arguments(node):
             self._refuse(node, "computes with the number of rows")
 
-    def _check_results(self, nodes: tuple[Node, ...], found: Layouts) -> None:
-        """Each branch gives for its rows what the first one gives for its. Raises NotThisForm."""
+    def _check_results(self, nodes: tuple[Node, ...], layouts: Layouts) -> None:
+        """Raise NotThisForm unless all branches have results of this layout, with the same features and types."""
         node = nodes[0]
         assert self.groups is not None
-        if not any_rows(found):
-            self._refuse(node, "computes one value of all rows")
-        for branch, other in enumerate(nodes):
-            values = several(fake_value(other))
-            for layout, value, own in zip(several(found), values, several(fake_value(node)), strict=True):
+        if not any_rows(layouts):
+            self._refuse(node, "computes one value from all rows")
+        for branch, branch_node in enumerate(nodes):
+            values = several(fake_value(branch_node))
+            for layout, value, first_value in zip(several(layouts), values, several(fake_value(node)), strict=True):
                 if layout is None:
                     continue
-                if not fits(layout, own):
-                    self._refuse(node, "gives rows in a way that cannot be followed")
+                if not fits(layout, first_value):
+                    self._refuse(node, "returns rows in dimensions that cannot be followed")
                 for dimension, size in zip(layout.dimensions, value.shape, strict=True):
                     if size_expression(size) != self._size_in_branch(size_of(dimension), dimension, branch):
-                        self._refuse(other, f"gives other features of a row than {named(node)}")
-                if own.dtype != value.dtype:
-                    self._refuse(other, f"gives another type than {named(node)}")
+                        self._refuse(branch_node, f"returns rows with other features than {named(node)}")
+                if first_value.dtype != value.dtype:
+                    self._refuse(branch_node, f"returns another type than {named(node)}")
 
     def _size_in_branch(self, size: sympy.Expr, dimension: Any, branch: int) -> sympy.Expr:
         assert self.groups is not None
-        if self.groups.is_even or not any(part.is_rows for part in dimension):
+        if self.groups.is_even or not any(factor.is_rows for factor in dimension):
             return size
-        features = sympy.Mul(*(part.size for part in dimension if not part.is_rows))
+        features = sympy.Mul(*(factor.size for factor in dimension if not factor.is_rows))
         return sympy.expand(features * self.groups.sizes[branch])
 
     def _only_rows(self, tensors: dict[Node, Together]) -> RowsOfAll:
         return next(value for value in tensors.values() if isinstance(value, RowsOfAll))
 
-    def _multiplied(self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together]) -> Node:
+    def _gemm_product(self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together]) -> Node:
         left, right = (arguments[name] for name in (("self", "mat2") if base == "mm" else ("mat1", "mat2")))
         rows, weights = tensors[left], tensors[right]
         if not isinstance(rows, RowsOfAll) or isinstance(weights, RowsOfAll):
@@ -368,15 +358,15 @@ class Branches(RowRules):
             return product
         for name in ("beta", "alpha"):
             if all_arguments(node)[name] != 1:
-                self._refuse(node, "scales what it adds")
+                self._refuse(node, "has a factor `alpha` or `beta`")
         return self.writer.emit(aten.add.Tensor, product, self._operand(arguments["self"], tensors, 1))
 
     def _product(self, node: Node, rows: RowsOfAll, weights: ByExpert | Shared) -> Node:
-        """Rows [rows, in] times weights [in, out] of their experts, or of all."""
+        """Return rows [rows, in] times the weights [in, out] of their experts, or times weights that all share."""
         assert self.groups is not None
-        *more, features = features_behind(rows.layout)
-        if any(size != 1 for size in more):
-            self._refuse(node, "multiplies several rows of features of each row")
+        *middle, features = features_behind(rows.layout)
+        if any(size != 1 for size in middle):
+            self._refuse(node, "multiplies several rows of features for each row")
         matrix = self.writer.viewed(rows.node, [self.groups.total, features])
         if isinstance(weights, Shared):
             product = self.writer.emit(aten.mm.default, matrix, weights.node)
@@ -384,10 +374,10 @@ class Branches(RowRules):
             gemm = grouped_gemm_for(matrix, weights.node)
             product = self.writer.emit(gemm, matrix, weights.node, self.groups.ends(self.writer))
             self.gemms.append(product)
-        return self.writer.viewed(product, [self.groups.total, *more, fake_value(product).shape[1]])
+        return self.writer.viewed(product, [self.groups.total, *middle, fake_value(product).shape[1]])
 
     def _operand(self, used: Node, tensors: dict[Node, Together], behind: int) -> Node:
-        """`used` as it meets rows with `behind` dimensions of features."""
+        """Return `used` for all rows, in a shape that broadcasts with `behind` dimensions of features."""
         value = tensors[used]
         if isinstance(value, RowsOfAll):
             return value.node
@@ -398,29 +388,29 @@ class Branches(RowRules):
         return self.writer.viewed(by_row, [self.writer.size(by_row, 0), *[1] * (behind - len(shape)), *shape])
 
     def row_ids(self) -> Node:
-        """The expert of each row."""
+        """Return the expert of each row."""
         assert self.groups is not None
         if self._row_ids is None:
             self._row_ids = self.groups.expert_of_each_row(self.writer)
         return self._row_ids
 
-    def _repeated(self, node: Node, base: str, tensors: dict[Node, Together], found: Layouts) -> Node:
-        """The same operation on the rows of all branches, which are in front."""
+    def _repeated(self, node: Node, base: str, tensors: dict[Node, Together], layouts: Layouts) -> Node:
+        """Return the result of the same operation on the rows of all branches, which are the first dimension."""
         writer = self.writer
         if has_trait(node, Trait.RESHAPE) or base == "expand":
-            assert isinstance(found, Layout)
-            rows, shape = self._only_rows(tensors).node, self._shape_of(found)
+            assert isinstance(layouts, Layout)
+            rows, shape = self._only_rows(tensors).node, self._shape_of(layouts)
             return writer.emit(aten.expand.default, rows, shape) if base == "expand" else writer.viewed(rows, shape)
         if has_trait(node, Trait.PERMUTE):
             return self._permuted_rows(node, self._only_rows(tensors))
         if base == "index":
             looked_up = self._looked_up_rows(node, tensors)
-            if not isinstance(found, Layout) or not self._has_shape(fake_value(looked_up), found):
-                self._refuse(node, "gives other sizes for the rows of all experts together")
+            if not isinstance(layouts, Layout) or not self._has_shape(fake_value(looked_up), layouts):
+                self._refuse(node, "returns other sizes for the rows of all experts together")
             return looked_up
         if any(isinstance(value, ByExpert) for value in tensors.values()) and not has_trait(node, Trait.ELEMENTWISE):
-            self._refuse(node, "is given something of each expert, and is no operation of single elements")
-        layout = several(found)[0]
+            self._refuse(node, "reads a value of each expert, but is not elementwise")
+        layout = several(layouts)[0]
         assert layout is not None
         if has_trait(node, Trait.ELEMENTWISE):
             behind = len(features_behind(layout))
@@ -429,20 +419,20 @@ class Branches(RowRules):
         else:
             args, kwargs = self._along_features(node, base, tensors)
         written = writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        of_all = several(fake_value(written))
-        for one, value, own in zip(several(found), of_all, several(fake_value(node)), strict=True):
-            if one is not None and not self._has_shape(value, one):
-                self._refuse(node, "gives other sizes for the rows of all experts together")
-            self._check_type(node, own, value)
+        values = several(fake_value(written))
+        for row_layout, value, branch_value in zip(several(layouts), values, several(fake_value(node)), strict=True):
+            if row_layout is not None and not self._has_shape(value, row_layout):
+                self._refuse(node, "returns other sizes for the rows of all experts together")
+            self._check_type(node, branch_value, value)
         return written
 
-    def _check_type(self, node: Node, own: torch.Tensor, together: torch.Tensor) -> None:
+    def _check_type(self, node: Node, single: torch.Tensor, together: torch.Tensor) -> None:
         """Raise NotThisForm if the values of all experts have another dtype than those of one.
 
         A number does not change the dtype of the rows that it multiplies, but the tensor of all experts' numbers may.
         """
-        if own.dtype != together.dtype:
-            self._refuse(node, f"gives {own.dtype} in a branch, and {together.dtype} for all experts together")
+        if single.dtype != together.dtype:
+            self._refuse(node, f"returns {single.dtype} in a branch, but {together.dtype} for all experts together")
 
     def _along_features(self, node: Node, base: str, tensors: dict[Node, Together]) -> tuple[Any, Any]:
         """Return the arguments of an operation along features, which are the last dimension of all rows together."""
@@ -450,7 +440,7 @@ class Branches(RowRules):
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: tensors[used].node)
             return args, kwargs
         if not has_trait(node, Trait.ALONG, Trait.TOGETHER) and base != "index_select":
-            self._refuse(node, "is none of the operations that moepass repeats for all experts together")
+            self._refuse(node, "is not an operation that moepass can compute for all experts together")
         arguments = all_arguments(node)
         source = self._only_rows(tensors).layout
         if base == "stack":
@@ -462,7 +452,7 @@ class Branches(RowRules):
             moved = [dim_in_front(source, dim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
             arguments[name] = moved if isinstance(dims, (list, tuple)) else moved[0]
         if "dim" not in arguments and "dims" not in arguments:
-            self._refuse(node, "works along all dimensions")
+            self._refuse(node, "operates on all dimensions")
         arguments = dict(map_nodes(arguments, lambda used: tensors[used].node))
         schema = node.target._schema  # type: ignore[union-attr]
         return [arguments.pop(entry.name) for entry in schema.arguments if not entry.kwarg_only], arguments
@@ -479,16 +469,13 @@ class Branches(RowRules):
         return [*map(size_expression, value.shape)] == [*map(size_expression, self._shape_of(layout))]
 
     def _shape_of(self, layout: Layout) -> list[Any]:
-        """Return the shape that a value of this layout in a branch has for all rows."""
         assert self.groups is not None
         return [self.groups.total, *features_behind(layout)]
 
-    # --------------------------------------------------------------------------------------------------- weights
-
-    def _of_weights(self, node: Node, tensors: dict[Node, Together]) -> Node:
+    def _weight_operation(self, node: Node, tensors: dict[Node, Together]) -> Node:
         """Return the result of a branch's operation on its weights, for the weights [experts, ..] of all experts."""
         base, writer = base_operation(node), self.writer
-        (first, *others) = tensors.values()
+        (first, *operands_after) = tensors.values()
         if base == "getitem":
             return writer.getitem(first.node, node.args[1])  # type: ignore[arg-type]
         value = fake_value(node)
@@ -499,7 +486,7 @@ class Branches(RowRules):
         if has_trait(node, Trait.RESHAPE):
             return writer.viewed(first.node, [self.experts, *value.shape])
         dims = fake_value(next(iter(tensors))).dim()
-        if has_trait(node, Trait.SLICE, Trait.SPLIT) and not others:
+        if has_trait(node, Trait.SLICE, Trait.SPLIT) and not operands_after:
             arguments = all_arguments(node)
             arguments["dim"] = arguments["dim"] % dims + 1
             arguments["self"] = first.node
@@ -512,8 +499,8 @@ class Branches(RowRules):
             self._check_type(node, value, fake_value(written))
             return written
         if any(isinstance(operand, Shared) and not self._fixed.holds(used) for used, operand in tensors.items()):
-            self._refuse(node, "has the same rows in every branch, or rows that are no pieces of one tensor")
-        return self._refuse(node, "computes something of weights that moepass cannot compute for all experts at once")
+            self._refuse(node, "has the same rows in every branch, or rows that are not pieces of one tensor")
+        return self._refuse(node, "computes a value from weights that moepass cannot compute for all experts at once")
 
     def _aligned(self, used: Node, value: Together, dims: int) -> Node:
         if not isinstance(value, ByExpert):
@@ -537,12 +524,12 @@ def grouped_gemm_for(rows: Node, weights: Node) -> Any:
     return torch.ops.transformers.grouped_mm_fallback.default
 
 
-def _numbers_of_rows(node: Node) -> tuple[int, list[Node]]:
+def _lookup_indices(node: Node) -> tuple[int, list[Node]]:
     """Return the first indexed dimension of a lookup, and its indices; no indices if a dimension between has none."""
     if base_operation(node) != "index":
         return 0, []
     indices = list(all_arguments(node)["indices"])
-    start = next((place for place, index in enumerate(indices) if index is not None), 0)
+    start = next((dim for dim, index in enumerate(indices) if index is not None), 0)
     while indices and indices[-1] is None:
         indices.pop()
     return start, [] if None in indices[start:] else indices[start:]
@@ -553,5 +540,5 @@ def _tensors_in(node: Node) -> list[Node]:
     return [used for used in used_nodes if isinstance(fake_value(used), (torch.Tensor, tuple, list))]
 
 
-def _anything(node: Node) -> str:
+def _as_dot(node: Node) -> str:
     return "."

@@ -1,7 +1,7 @@
-"""Weights that each branch of a loop over experts has one of.
+"""Weights of a loop over experts, one for each branch.
 
 one tensor       `weights[e]`, `weights.unbind()`, `weights.chunk(experts)`: experts in its first dimension
-parameters       one of each expert's own module
+parameters       one in the module of each expert
 """
 
 from __future__ import annotations
@@ -23,43 +23,40 @@ aten = torch.ops.aten
 
 
 class FixedNodes:
-    """Tells values that no argument of the graph goes into: weights, constants, and what is made of these alone."""
+    """The nodes that depend on no argument of the graph, such as weights and constants; and stacks of weights."""
 
     def __init__(self) -> None:
-        self._known: dict[Node, bool] = {}
+        self._results: dict[Node, bool] = {}
         self._stacks: dict[tuple[Node, ...], Node] = {}
-        # The stack that each parameter is in.
-        self._places: dict[Node, tuple[Node, ...]] = {}
+        # The parameters of the stack that each parameter is in.
+        self._stack_of: dict[Node, tuple[Node, ...]] = {}
 
     def stack(self, parameters: Sequence[Node]) -> Node:
-        """One tensor of `parameters`, right behind the inputs of the graph: the same for all loops that read them.
-
-        Raises NotThisForm where it may not be made.
-        """
+        """Return one stack for all loops. Raises NotThisForm if `parameters` cannot be adjacent in memory."""
         key = tuple(parameters)
         if key not in self._stacks:
             self._check(key)
             graph = parameters[0].graph
             writer = GraphWriter(graph, parameters[0])
             with graph.inserting_before(graph_inputs(graph)[-1].next):
-                parts = [writer.emit(aten.unsqueeze.default, parameter, 0) for parameter in parameters]
-                self._stacks[key] = writer.emit(aten.cat.default, parts)
-            self._known[self._stacks[key]] = True
-            self._places.update(dict.fromkeys(key, key))
+                slices = [writer.emit(aten.unsqueeze.default, parameter, 0) for parameter in parameters]
+                self._stacks[key] = writer.emit(aten.cat.default, slices)
+            self._results[self._stacks[key]] = True
+            self._stack_of.update(dict.fromkeys(key, key))
         return self._stacks[key]
 
     def _check(self, parameters: tuple[Node, ...]) -> None:
-        """Raises NotThisForm where `parameters` cannot lie side by side in one memory."""
+        """Raise NotThisForm if `parameters` cannot be adjacent in memory."""
         for parameter in parameters:
-            if parameter in self._places:
+            if parameter in self._stack_of:
                 raise NotThisForm(
-                    f"{named(parameter)} is a weight of two loops over experts, and lies in memory together with those "
-                    "of the other one; give each loop parameters of its own"
+                    f"{named(parameter)} is a weight of two loops over experts, but can be adjacent in memory only to "
+                    "those of one; give each loop its own parameters"
                 )
             if not fake_value(parameter).is_contiguous():
                 raise NotThisForm(
-                    f"{named(parameter)} does not lie contiguously in memory, so that it cannot lie there together "
-                    "with those of the other experts; make it contiguous"
+                    f"{named(parameter)} does not lie contiguously in memory, so it cannot be adjacent to the weights "
+                    "of the other experts; make it contiguous"
                 )
 
     def erase_unread(self) -> None:
@@ -68,10 +65,10 @@ class FixedNodes:
 
     def holds(self, node: Node) -> bool:
         """Return whether `node` depends on no argument of the graph."""
-        for unknown in sorted(ancestors(node, follow=lambda used: used not in self._known)):
-            if unknown not in self._known:
-                self._known[unknown] = self._is_fixed(unknown)
-        return self._known[node]
+        for unknown in sorted(ancestors(node, follow=lambda used: used not in self._results)):
+            if unknown not in self._results:
+                self._results[unknown] = self._is_fixed(unknown)
+        return self._results[node]
 
     def _is_fixed(self, node: Node) -> bool:
         value = fake_value(node)
@@ -82,22 +79,19 @@ class FixedNodes:
             return is_static and not node.meta.get(ARGUMENT_KEY, False)
         if isinstance(value, torch.SymInt) or communication_of(node) is not None:
             return False
-        return all(self._known[used] for used in node.all_input_nodes)
+        return all(self._results[used] for used in node.all_input_nodes)
 
 
 def stacked_weights(nodes: Sequence[Node], fixed: FixedNodes, writer: GraphWriter) -> Node | None:
-    """The tensor [experts, ..] of which `nodes` are the experts' parts, in order; None where there is none.
-
-    Raises NotThisForm where it would be made of parameters that cannot lie together.
-    """
+    """Return the tensor [experts, ..] with slices `nodes`, or None. Raises NotThisForm as `FixedNodes.stack`."""
     if all(node.op == "placeholder" for node in nodes):
         values = [fake_value(node) for node in nodes]
         first = values[0]
-        alike = all(
+        are_alike = all(
             isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (first.shape, first.dtype)
             for value in values
         )
-        are_weights = alike and len(set(nodes)) == len(nodes) and all(map(fixed.holds, nodes))
+        are_weights = are_alike and len(set(nodes)) == len(nodes) and all(map(fixed.holds, nodes))
         return fixed.stack(nodes) if are_weights else None
     pieces = pieces_of(nodes)
     if pieces is None or pieces.dim != 0 or not fixed.holds(pieces.source):
@@ -106,7 +100,7 @@ def stacked_weights(nodes: Sequence[Node], fixed: FixedNodes, writer: GraphWrite
         return pieces.source
     if not pieces.is_even:
         return None
-    # Of each expert one matrix, or as many rows of a tensor [experts · rows, ..].
+    # Each expert has `size` rows of a tensor [experts · rows, ..].
     size = int(pieces.sizes[0])
     shape = list(fake_value(pieces.source).shape)
     return writer.viewed(pieces.source, [len(nodes), size, *shape[1:]])

@@ -47,28 +47,28 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
     """Return the result of `join`, computed from the rows of all branches. Raises NotThisForm."""
     layout = rows.layout
     for dimension in layout.dimensions:
-        if any(part.is_rows for part in dimension) and len(dimension) != 1:
-            raise NotThisForm(f"{named(join.node)} is given rows and features in one dimension")
+        if any(row_dim.is_rows for row_dim in dimension) and len(dimension) != 1:
+            raise NotThisForm(f"{named(join.node)} has operands with rows and features in one dimension")
     if not groups.is_even:
-        of_rows = [dim for dim in range(len(layout.dimensions)) if layout.has_rows_along(dim)]
-        if join.stacks or of_rows != [join.dim]:
-            raise NotThisForm(f"{named(join.node)} puts experts with different numbers of rows side by side")
+        row_axes = [dim for dim in range(len(layout.dimensions)) if layout.has_rows_along(dim)]
+        if join.stacks or row_axes != [join.dim]:
+            raise NotThisForm(f"{named(join.node)} combines different numbers of rows; expected torch.cat of rows")
         return writer.viewed(rows.node, shape_in_place(layout, groups.total))
-    shape = [groups.part(size_of(dimension)) for dimension in layout.dimensions]
-    parts = row_parts(layout)
+    shape = [groups.size_as_value(size_of(dimension)) for dimension in layout.dimensions]
+    row_dims = row_parts(layout)
     features = [size for size, dimension in zip(shape, layout.dimensions, strict=True) if not _has_rows(dimension)]
     # [experts, parts of rows, outermost first, features ..] -> [experts, dimensions of a branch ..]
-    sizes = [groups.part(part.size) for part in parts]
+    sizes = [groups.size_as_value(row_dim.size) for row_dim in row_dims]
     value = writer.viewed(rows.node, [len(join.branches), *sizes, *features])
-    behind_rows = itertools.count(1 + len(parts))
-    places = [
-        1 + parts.index(dimension[0]) if _has_rows(dimension) else next(behind_rows) for dimension in layout.dimensions
+    later = itertools.count(1 + len(row_dims))
+    order = [
+        1 + row_dims.index(dimension[0]) if _has_rows(dimension) else next(later) for dimension in layout.dimensions
     ]
     dim = join.dim
-    places.insert(dim, 0)
-    if places != sorted(places):
-        value = writer.emit(aten.permute.default, value, places)
-        # What follows was captured for values that lie as they are joined.
+    order.insert(dim, 0)
+    if order != sorted(order):
+        value = writer.emit(aten.permute.default, value, order)
+        # Later nodes were captured for a contiguous result.
         value = writer.emit(aten.clone.default, value, memory_format=torch.contiguous_format)
     if not join.stacks:
         value = writer.viewed(value, [*shape[:dim], writer.product(shape[dim], len(join.branches)), *shape[dim + 1 :]])
@@ -76,4 +76,4 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
 
 
 def _has_rows(dimension: Dimension) -> bool:
-    return any(part.is_rows for part in dimension)
+    return any(factor.is_rows for factor in dimension)

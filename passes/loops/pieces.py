@@ -1,9 +1,9 @@
-"""Pieces of rows: what each branch of a loop over experts cuts out of one tensor.
+"""Pieces of rows: the slices of one tensor that the branches of a loop over experts read.
 
-slices     `rows[0:n0]`, `rows[n0:n0 + n1]`, ..: consecutive, from the first row on
-splits     `rows.split([n0, n1, ..])`, all of them
-chunks     `slots.chunk(experts, dim)`, `slots[e]`: equal ones, along any dimension
-masks      what masks of experts select, all of it (`masks/chosen_rows.py`)
+slices     `rows[0:n0]`, `rows[n0:n0 + n1]`, ..: consecutive, from the first row
+splits     `rows.split([n0, n1, ..])`, all results
+chunks     `slots.chunk(experts, dim)`, `slots[e]`: equal sizes, along any dimension
+masks      the rows that masks of all experts select (`masks/chosen_rows.py`)
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class Pieces:
     """The pieces of `source` along `dim` that the branches read, in order of branches, with these `sizes`.
 
     `counts` are the sizes as numbers or nodes of the graph, if they are not constants. If the pieces together are all
-    of `source`, `table` may hold their ends [experts] instead. `are_whole` is True if they are all of `source` although
-    torch does not know that their sizes add up to its size. `keeps_dim` is False for `slots[e]`, which does not have
-    the dimension.
+    of `source`, `table` may hold their ends [experts] instead. `are_complete` is True if they are all of `source`, but
+    torch does not know that their sizes add up to its size. `keeps_dim` is False for `slots[e]`, which removes `dim`.
     """
 
     source: Node
@@ -42,7 +41,7 @@ class Pieces:
     counts: tuple[Any, ...] | None = None
     table: Node | None = None
     keeps_dim: bool = True
-    are_whole: bool = False
+    are_complete: bool = False
 
     @property
     def is_even(self) -> bool:
@@ -54,7 +53,7 @@ class Pieces:
 
 
 def pieces_of(nodes: Sequence[Node]) -> Pieces | None:
-    """The pieces that `nodes` are, one in each branch; None where they are none."""
+    """Return `nodes`, one of each branch, as pieces of one tensor, or None."""
     if all(is_call(node, aten.slice.Tensor) for node in nodes):
         return _slices(nodes)
     if all(is_call(node, aten.select.int) for node in nodes):
@@ -65,20 +64,20 @@ def pieces_of(nodes: Sequence[Node]) -> Pieces | None:
 
 
 def _slices(nodes: Sequence[Node]) -> Pieces | None:
-    given = [all_arguments(node) for node in nodes]
-    source = given[0]["self"]
-    dim = given[0]["dim"] % fake_value(source).dim()
+    arguments = [all_arguments(node) for node in nodes]
+    source = arguments[0]["self"]
+    dim = arguments[0]["dim"] % fake_value(source).dim()
     sizes: list[sympy.Expr] = []
     start: Any = 0
-    for node, one in zip(nodes, given, strict=True):
-        is_same = one["self"] is source and one["dim"] % fake_value(source).dim() == dim and one["step"] == 1
-        if not is_same or size_expression(one["start"] or 0) != size_expression(start):
+    for node, values in zip(nodes, arguments, strict=True):
+        is_same = values["self"] is source and values["dim"] % fake_value(source).dim() == dim and values["step"] == 1
+        if not is_same or size_expression(values["start"] or 0) != size_expression(start):
             return None
         size = size_expression(fake_value(node).shape[dim])
-        start = one["end"]
+        start = values["end"]
         if isinstance(start, int) and isinstance(fake_value(source).shape[dim], int):
-            start = min(start, fake_value(source).shape[dim])  # beyond the rows there are none
-        if sympy.expand(size_expression(start) - size_expression(one["start"] or 0)) != size:
+            start = min(start, fake_value(source).shape[dim])  # a slice ends at the last row
+        if sympy.expand(size_expression(start) - size_expression(values["start"] or 0)) != size:
             return None
         sizes.append(size)
     counts = _counts(nodes, sizes)
@@ -87,24 +86,24 @@ def _slices(nodes: Sequence[Node]) -> Pieces | None:
 
 
 def _counts(nodes: Sequence[Node], sizes: Sequence[sympy.Expr]) -> tuple[Any, ...] | None:
-    """Sizes that were read from the device before `nodes`; None where not all were."""
-    known: dict[sympy.Expr, Node] = {}
+    """Return the nodes before the last of `nodes` that read `sizes` from the device, or None if some are missing."""
+    reads: dict[sympy.Expr, Node] = {}
     for node in nodes[0].graph.nodes:
         if node is nodes[-1]:
             break
         if is_call(node, aten._local_scalar_dense.default):
-            known.setdefault(size_expression(node), node)
-    return tuple(known[size] for size in sizes) if all(size in known for size in sizes) else None
+            reads.setdefault(size_expression(node), node)
+    return tuple(reads[size] for size in sizes) if all(size in reads for size in sizes) else None
 
 
 def _selected(nodes: Sequence[Node]) -> Pieces | None:
-    given = [all_arguments(node) for node in nodes]
-    source = given[0]["self"]
-    dim = given[0]["dim"] % fake_value(source).dim()
-    places = [one["index"] for one in given]
-    if any(one["self"] is not source or one["dim"] % fake_value(source).dim() != dim for one in given):
+    arguments = [all_arguments(node) for node in nodes]
+    source = arguments[0]["self"]
+    dim = arguments[0]["dim"] % fake_value(source).dim()
+    indices = [values["index"] for values in arguments]
+    if any(values["self"] is not source or values["dim"] % fake_value(source).dim() != dim for values in arguments):
         return None
-    if places != list(range(len(nodes))) or fake_value(source).shape[dim] != len(nodes):
+    if indices != list(range(len(nodes))) or fake_value(source).shape[dim] != len(nodes):
         return None
     return Pieces(source, dim, (sympy.Integer(1),) * len(nodes), keeps_dim=False)
 
@@ -120,21 +119,21 @@ def _split(nodes: Sequence[Node]) -> Pieces | None:
         return None
     if len(fake_value(split)) != len(nodes):
         return None
-    given = all_arguments(split)
-    source = given["self"]
-    dim = given["dim"] % fake_value(source).dim()
+    arguments = all_arguments(split)
+    source = arguments["self"]
+    dim = arguments["dim"] % fake_value(source).dim()
     if base == "unbind":
         return Pieces(source, dim, (sympy.Integer(1),) * len(nodes), keeps_dim=False)
     if base.endswith("with_sizes"):
-        counts = tuple(given["split_sizes"])
+        counts = tuple(arguments["split_sizes"])
         sizes = tuple(map(size_expression, counts))
-        return Pieces(source, dim, sizes, counts, are_whole=not _fills(source, dim, counts))
+        return Pieces(source, dim, sizes, counts, are_complete=not _fills(source, dim, counts))
     sizes = tuple(size_expression(value.shape[dim]) for value in fake_value(split))
     return Pieces(source, dim, sizes) if all(size.is_Integer for size in sizes) else None
 
 
 def _fills(source: Node, dim: int, counts: Sequence[Any]) -> bool:
-    """True where torch knows that `source` has as many rows along `dim` as all `counts`."""
+    """Return whether torch knows that the size of `source` along `dim` is at least the sum of `counts`."""
     value = fake_value(source)
     rows = sum(fake_value(count) if isinstance(count, Node) else count for count in counts)
     if not isinstance(rows, torch.SymInt):
@@ -145,16 +144,16 @@ def _fills(source: Node, dim: int, counts: Sequence[Any]) -> bool:
 
 
 def rows_in(shape: Sequence[Any], dims: Sequence[int]) -> Layout:
-    """The layout of a piece of `shape` whose rows lie in `dims`, the outermost first."""
-    wanted = [dim for dim in dims if size_expression(shape[dim]) != 1] or list(dims[-1:])
+    """Return the layout of a piece of `shape` whose dimensions `dims` are rows, outermost first."""
+    row_dims = [dim for dim in dims if size_expression(shape[dim]) != 1] or list(dims[-1:])
     shares: dict[int, tuple[tuple[str, int], ...]] = {}
     prefix: tuple[tuple[str, int], ...] = ()
-    for place, dim in enumerate(wanted):
-        if place == len(wanted) - 1:
+    for position, dim in enumerate(row_dims):
+        if position == len(row_dims) - 1:
             shares[dim] = prefix
         else:
-            rest = sympy.Mul(*(size_expression(shape[other]) for other in wanted[place + 1 :]))
-            name = f"{size_expression(shape[dim])} x {rest}"
+            inner = sympy.Mul(*(size_expression(shape[inner_dim]) for inner_dim in row_dims[position + 1 :]))
+            name = f"{size_expression(shape[dim])} x {inner}"
             shares[dim] = (*prefix, (name, 0))
             prefix = (*prefix, (name, 1))
     return Layout(

@@ -1,4 +1,4 @@
-"""A matrix that is repeated for every batch of rows, as torch writes a product of [.., rows, in] and a matrix."""
+"""Matrices that are repeated for every batch of rows, as torch captures a product of [.., rows, in] and a matrix."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def repeated_matrix(node: object) -> Node:
 
 def _ends_in(node: Node, matrix: list[object]) -> bool:
     """Return whether `node` and its first input end in the dimensions of the matrix, which are constants."""
-    shapes = [list(fake_value(one).shape) for one in (node, node.all_input_nodes[0])]
+    shapes = [list(fake_value(value).shape) for value in (node, node.all_input_nodes[0])]
     return all(isinstance(size, int) for size in matrix) and all(shape[-2:] == matrix for shape in shapes)

@@ -1,4 +1,4 @@
-"""The rows of all branches together: how many there are, where each expert's end, and which expert each row has."""
+"""The rows of all branches: their number, where the rows of each expert end, and the expert of each row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.loops.known_totals import place_of_number
+from moepass.passes.loops.known_totals import selected_index
 from moepass.passes.loops.pieces import Pieces
 from moepass.passes.ops.arguments import all_arguments
 
@@ -26,51 +26,48 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @dataclasses.dataclass
 class RowGroups:
-    """The groups that `pieces` make: `sizes` are the rows of each, `total` is their sum, a number or a node.
-
-    Even groups all have the same constant number of rows.
-    """
+    """The groups of rows in `pieces`: their `sizes` in rows, equal for even groups, and the sum, a number or a node."""
 
     pieces: Pieces
     sizes: tuple[sympy.Expr, ...]
     total: Any
-    # Of even groups: the rows of each, and the sizes of the dimensions that these lie in, as numbers or nodes.
+    # For even groups: the number of rows in each, and the sizes of their dimensions, as numbers or nodes.
     each: Any = None
-    parts: dict[sympy.Expr, Any] = dataclasses.field(default_factory=dict)
+    dim_sizes: dict[sympy.Expr, Any] = dataclasses.field(default_factory=dict)
     _ends: Node | None = None
 
     @classmethod
     def of(cls, pieces: Pieces, piece: Node, dims: Sequence[int], writer: GraphWriter) -> RowGroups:
-        """The groups that `pieces` make, of which `piece` is the first, its rows in `dims`. Raises NotThisForm."""
+        """Return the groups of `pieces`; `dims` of the first `piece` are rows. Raises NotThisForm."""
         if pieces.is_even:
             number = len(pieces.sizes)
-            parts = [writer.size(piece, dim) for dim in dims]
-            each = functools.reduce(writer.product, parts)
-            sizes = {size_expression(part): part for part in parts}
+            dim_sizes = [writer.size(piece, dim) for dim in dims]
+            each = functools.reduce(writer.product, dim_sizes)
+            sizes = {size_expression(size): size for size in dim_sizes}
             return cls(
                 pieces, (sympy.expand(size_expression(each)),) * number, writer.product(each, number), each, sizes
             )
         if all(size.is_Integer for size in pieces.sizes):
             raise NotThisForm(
                 f"{named(pieces.source)} is cut into pieces of constant sizes, {list(pieces.sizes)}, so this graph "
-                "serves one routing alone; let sizes be captured (torch._dynamo.config.capture_scalar_outputs = True)"
+                "is valid for one routing only; capture sizes (torch._dynamo.config.capture_scalar_outputs = True)"
             )
         return cls(pieces, pieces.sizes, _total(pieces, writer))
 
-    def are_equal(self, size: Any, of_all: Any) -> bool:
-        """True where a captured `size` is `of_all`, that of all rows together."""
-        sizes = [sympy.expand(size_expression(one)) for one in (size, of_all)]
-        # Pieces that are whole add up to all rows, whether the sizes show it or not.
-        is_sum = self.pieces.are_whole and sizes == [self.pieces.total, sympy.expand(size_expression(self.total))]
+    def are_equal(self, size: Any, new_size: Any) -> bool:
+        """Return whether a captured `size` is equal to `new_size`, which is computed from the rows of all branches."""
+        sizes = [sympy.expand(size_expression(each)) for each in (size, new_size)]
+        # The sizes of complete pieces add up to the number of all rows, even if torch does not know it.
+        is_sum = self.pieces.are_complete and sizes == [self.pieces.total, sympy.expand(size_expression(self.total))]
         return is_sum or sizes[0] == sizes[1]
 
-    def part(self, size: sympy.Expr) -> Any:
-        """A size of even groups, a number or a node. Raises NotThisForm where it is none of theirs."""
+    def size_as_value(self, size: sympy.Expr) -> Any:
+        """Return `size` as a number or a node. Raises NotThisForm if it is no size of an even group."""
         if size.is_Integer:
             return int(size)
-        if size in self.parts:
-            return self.parts[size]
-        raise NotThisForm(f"its rows are taken apart into {size}, a number that only a run tells")
+        if size in self.dim_sizes:
+            return self.dim_sizes[size]
+        raise NotThisForm(f"its rows are split into {size}, a number that is known only at run time")
 
     @property
     def is_even(self) -> bool:
@@ -81,33 +78,33 @@ class RowGroups:
         return fake_value(self.pieces.source).device  # type: ignore[no-any-return]
 
     def fit(self, pieces: Pieces, rows: sympy.Expr) -> bool:
-        """True where `pieces` of another tensor have the same rows."""
+        """Return whether `pieces` of another tensor have the same numbers of rows."""
         if self.is_even != pieces.is_even or len(pieces.sizes) != len(self.sizes):
             return False
         return rows == self.sizes[0] and (self.is_even or pieces.sizes == self.sizes)
 
     def all_rows(self, pieces: Pieces, shape: Sequence[Any], writer: GraphWriter) -> Node:
-        """The rows of all pieces, each of which has `layout`, in that `shape`."""
+        """Return the rows of all pieces, in this `shape`."""
         source, dim = pieces.source, pieces.dim
         if not self.is_even:
             rows = source
-            if not pieces.are_whole and size_expression(fake_value(source).shape[dim]) != pieces.total:
+            if not pieces.are_complete and size_expression(fake_value(source).shape[dim]) != pieces.total:
                 rows = writer.emit(aten.slice.Tensor, source, dim, 0, self.total)
             return writer.viewed(rows, shape)
         value = fake_value(source)
         dims = list(range(value.dim()))
         if pieces.keeps_dim:
             # [.., experts · n, ..] -> [.., experts, n, ..]
-            split = [writer.size(source, other) for other in dims]
+            split = [writer.size(source, each) for each in dims]
             split[dim : dim + 1] = [len(pieces.sizes), int(pieces.sizes[0])]
             source = writer.viewed(source, split)
             dims = list(range(value.dim() + 1))
         if dim != 0:
-            source = writer.emit(aten.permute.default, source, [dim, *(other for other in dims if other != dim)])
+            source = writer.emit(aten.permute.default, source, [dim, *(each for each in dims if each != dim)])
         return writer.viewed(source, shape)
 
     def ends(self, writer: GraphWriter) -> Node:
-        """Where each expert's rows end: int32 [experts]."""
+        """Return the indices at which the rows of each expert end, int32 [experts]."""
         if self._ends is None:
             self._ends = self._write_ends(writer)
         return self._ends
@@ -117,26 +114,25 @@ class RowGroups:
         if self.is_even:
             each = writer.emit(aten.full.default, [len(self.sizes)], self.each, dtype=torch.int64, device=self.device)
             sums = writer.emit(aten.cumsum.default, each, 0)
-            # Not by the sum: of one number again and again, Inductor makes numbers of the type that those have.
+            # The cast is separate, because Inductor ignores the dtype of a cumsum of a filled tensor.
             return writer.emit(prims.convert_element_type.default, sums, torch.int32)
         if pieces.table is not None:
             return writer.emit(prims.convert_element_type.default, pieces.table, torch.int32)
-        return writer.emit(aten.cumsum.default, self._counted(writer), 0, dtype=torch.int32)
+        return writer.emit(aten.cumsum.default, self._row_counts(writer), 0, dtype=torch.int32)
 
-    def _counted(self, writer: GraphWriter) -> Node:
-        """How many rows each expert has: [experts]."""
+    def _row_counts(self, writer: GraphWriter) -> Node:
+        """Return the number of rows of each expert, [experts]."""
         counts = _table_of(self.pieces.counts or (), writer)
         if counts is None and self.pieces.counts:
             counts = self._tensor_of(self.pieces.counts, writer)
         if counts is not None:
             return self._on_device(counts, writer)
         ends = self.ends(writer)
-        none = writer.emit(aten.full.default, [1], 0, dtype=torch.int32, device=self.device)
-        before = writer.emit(aten.cat.default, [none, writer.emit(aten.slice.Tensor, ends, 0, 0, len(self.sizes) - 1)])
-        return writer.emit(aten.sub.Tensor, ends, before)
+        zero = writer.emit(aten.full.default, [1], 0, dtype=torch.int32, device=self.device)
+        starts = writer.emit(aten.cat.default, [zero, writer.emit(aten.slice.Tensor, ends, 0, 0, len(self.sizes) - 1)])
+        return writer.emit(aten.sub.Tensor, ends, starts)
 
     def _on_device(self, numbers: Node, writer: GraphWriter) -> Node:
-        """`numbers`, which the host may have counted, beside the rows."""
         if fake_value(numbers).device == self.device:
             return numbers
         return writer.emit(prims.device_put.default, numbers, self.device)
@@ -146,36 +142,36 @@ class RowGroups:
         return writer.emit(aten.cat.default, [writer.emit(aten.full.default, [1], size, **like) for size in sizes])
 
     def expert_of_each_row(self, writer: GraphWriter) -> Node:
-        """int64 [rows]."""
+        """Return the expert of each row, int64 [rows]."""
         if self.is_even:
             column = writer.emit(aten.unsqueeze.default, writer.arange(len(self.sizes), self.device), 1)
             wide = writer.emit(aten.expand.default, column, [len(self.sizes), self.each])
             return writer.viewed(wide, [self.total])
-        return writer.emit(aten.repeat_interleave.Tensor, self._counted(writer), output_size=self.total)
+        return writer.emit(aten.repeat_interleave.Tensor, self._row_counts(writer), output_size=self.total)
 
 
 def _total(pieces: Pieces, writer: GraphWriter) -> Any:
-    """The sum of the sizes of `pieces`: the size of what they are cut from where that is known to be equal."""
-    if pieces.are_whole or size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
+    """Return the sum of the sizes of `pieces`, which is the size of their source if that is equal."""
+    if pieces.are_complete or size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
         return writer.size(pieces.source, pieces.dim)
-    total, *others = pieces.counts or ()
-    for count in others:
+    total, *counts = pieces.counts or ()
+    for count in counts:
         total = writer.emit(operator.add, total, count)
     return total
 
 
 def _table_of(sizes: Sequence[Any], writer: GraphWriter) -> Node | None:
-    """The tensor [experts] that `sizes` were read from one by one; None where there is none."""
+    """Return the tensor [experts] of which `sizes` are host reads, one by one, or None."""
     if not sizes or not all(is_call(size, aten._local_scalar_dense.default) for size in sizes):
         return None
     sources = [size.args[0] for size in sizes]
     if not all(is_call(source, aten.select.int) for source in sources):
         return None
-    table, first = all_arguments(sources[0])["self"], place_of_number(sources[0])
+    table, first = all_arguments(sources[0])["self"], selected_index(sources[0])
     value = fake_value(table)
-    in_order = [*map(place_of_number, sources)] == list(range(first, first + len(sources))) and first >= 0
-    of_one = all(source.args[0] is table for source in sources)
-    if value.dim() != 1 or value.is_floating_point() or not in_order or not of_one:
+    in_order = [*map(selected_index, sources)] == list(range(first, first + len(sources))) and first >= 0
+    have_one_table = all(source.args[0] is table for source in sources)
+    if value.dim() != 1 or value.is_floating_point() or not in_order or not have_one_table:
         return None
     if first == 0 and size_expression(value.shape[0]) == len(sources):
         return table  # type: ignore[no-any-return]

@@ -1,18 +1,18 @@
 """Write a loop over experts as grouped GEMMs.
 
 Contract
-    in    a captured graph, in which Python's loops are unrolled: for each expert, rows are cut out of a tensor, go
-          through GEMMs with weights of that expert, and are put together with those of the others
-    out   the same graph, where every such loop is grouped GEMMs over the rows of all experts; equal up to the rounding
-          of GEMMs. A loop that cannot be taken stays as it came: a refusal says why
+    in    a captured graph with unrolled Python loops: for each expert, rows of a tensor are selected, multiplied by the
+          weights of that expert, and combined with the rows of the other experts
+    out   the same graph with grouped GEMMs over the rows of all experts; equal up to the rounding of GEMMs. Unsupported
+          loops stay unchanged, each with a refusal
 
 Pseudo-code
-    merge equal views, list what masks select (`masks/list_masked_rows.py`), split rows by counts (`known_slices.py`)
-    for each place where values are put side by side (`joins.py`), or added up by token (`sums_by_token.py`):
+    merge equal views, list masked rows (`masks/list_masked_rows.py`), split rows by counts (`known_slices.py`)
+    for each node that concatenates or stacks values (`joins.py`), or sums them by token (`sums_by_token.py`):
         follow the values back in lockstep (`branches.py`)
-        without a GEMM by expert on the way: it is no loop over experts
-        let everything that read the place read the rows of all experts
-    erase what nobody reads any more, and host reads of numbers whose sum is known (`known_totals.py`)
+        skip the node if the branches have no GEMMs with weights of their experts
+        replace the node by a value computed from the rows of all experts
+    erase unread nodes, and host reads of numbers of which only the sum is needed (`known_totals.py`)
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from moepass.passes.loops.expert_weights import FixedNodes
 from moepass.passes.loops.joins import Join, joined, joins
 from moepass.passes.loops.known_slices import split_known_slices
 from moepass.passes.loops.known_totals import without_known_reads
-from moepass.passes.loops.sums_by_token import SumByToken, summed, sums_by_token
+from moepass.passes.loops.sums_by_token import SumByToken, sum_rows_by_token, sums_by_token
 from moepass.passes.masks.list_masked_rows import list_masked_rows
 from moepass.passes.masks.unread_masks import erase_unread_masks
 from moepass.passes.ops.walk import ancestors
 
 aten = torch.ops.aten
 
-# Nodes that an expert computes with; a walk that meets more has left it.
+# The nodes of an expert are fewer; a walk that meets more has left it.
 _MOST_NODES = 200
 
 
 @graph_pass(conflicts={"blocks"})
 def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every loop over experts by grouped GEMMs."""
-    if not any(map(_ends_in_gemms, _places_of_loops(module.graph))):
+    if not any(map(_has_own_gemms, _possible_joins(module.graph))):
         return PassResult(module, plan)
     written = copy_graph_module(module)
     merge_equal_views(written.graph)
@@ -61,8 +61,8 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
     matches: list[str] = []
     refusals: list[Refusal] = []
     fixed = FixedNodes()
-    for join in _places_of_loops(written.graph):
-        if not _ends_in_gemms(join):
+    for join in _possible_joins(written.graph):
+        if not _has_own_gemms(join):
             continue
         writer = GraphWriter(written.graph, join.node)
         branches = Branches(writer, fixed, len(join.branches))
@@ -80,7 +80,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         try:
             if has_other_size:
                 refresh_fake_values(written.graph, result)
-        except Exception as error:  # whatever an operator says to a size that it was not captured for
+        except Exception as error:  # operators raise various errors for sizes that they were not captured for
             reason = f"what reads the results of a loop over experts does not take their sizes ({first_line(error)})"
             refusal = refused(join.node, reason, place_of(join.node))
             plan = dataclasses.replace(plan, refusals=(*plan.refusals, refusal))
@@ -99,8 +99,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
     return PassResult(written, plan, tuple(matches), tuple(refusals))
 
 
-def _places_of_loops(graph: Graph) -> Iterator[Join | SumByToken]:
-    """Where the branches of loops come together."""
+def _possible_joins(graph: Graph) -> Iterator[Join | SumByToken]:
     return itertools.chain(joins(graph), sums_by_token(graph))
 
 
@@ -109,10 +108,10 @@ def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) ->
         raise NotThisForm(f"{named(join.node)} {join.refusal}")
     rows = branches.together(join.branches)
     if not isinstance(rows, RowsOfAll) or not branches.gemms:
-        raise NotThisForm("its branches have no GEMMs with weights of their own")
+        raise NotThisForm("its branches have no GEMMs with their own weights")
     assert branches.groups is not None
     if isinstance(join, SumByToken):
-        result = summed(join, branches, writer)
+        result = sum_rows_by_token(join, branches, writer)
     else:
         if branches.chosen is not None and branches.chosen[1]:
             raise NotThisForm(f"{named(join.node)} reads the rows of each mask in the order of that mask")
@@ -120,33 +119,35 @@ def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) ->
     old, new = fake_value(join.node), fake_value(result)
     is_same = old.dtype == new.dtype and old.dim() == new.dim()
     if not is_same or not all(map(branches.groups.are_equal, old.shape, new.shape)):
-        raise NotThisForm(f"all experts together give {list(new.shape)} where they gave {list(old.shape)}")
+        raise NotThisForm(f"the results of all experts together are {list(new.shape)}; expected {list(old.shape)}")
     return result
 
 
-def _ends_in_gemms(join: Join | SumByToken) -> bool:
-    """True where each branch has a GEMM of its own within reach."""
-    first, *others = (_gemms_before(branch) for branch in join.branches[:2])
-    return bool(first) and all(first - other and other - first for other in others)
+def _has_own_gemms(join: Join | SumByToken) -> bool:
+    """Return whether the first two branches each have a nearby GEMM that the other does not have."""
+    first, *later = (_gemms_before(branch) for branch in join.branches[:2])
+    return bool(first) and all(first - gemms and gemms - first for gemms in later)
 
 
 def _are_of_experts(join: Join, branches: Branches, fixed: FixedNodes) -> bool:
-    """Whether values that are put side by side, which may be anything, are of experts: weights of each were found, or
-    the branches multiply rows of their own by weights of their own, as many and as large in each.
+    """Return whether the operands of `join` are results of experts.
+
+    Either weights of each expert were found, or each branch multiplies its own rows by its own weights, which are
+    equal in number and shapes.
     """
     gemms = [_gemms_before(branch) for branch in join.branches]
     shared = set.intersection(*gemms)  # the router's
     rows, weights = (
-        [{cast("Node", gemm.args[place]) for gemm in of_branch - shared} for of_branch in gemms] for place in (-2, -1)
+        [{cast("Node", gemm.args[side]) for gemm in nodes - shared} for nodes in gemms] for side in (-2, -1)
     )
     if set.intersection(*rows):
         return False  # queries, keys and values, of the same rows
     if branches.has_weights:
         return True
-    if any(len(set().union(*of_all)) != sum(map(len, of_all)) for of_all in (rows, weights)):
+    if any(len(set().union(*all_nodes)) != sum(map(len, all_nodes)) for all_nodes in (rows, weights)):
         return False
-    shapes = {str(sorted(str(fake_value(weight).shape) for weight in of_branch)) for of_branch in weights}
-    return len(shapes) == 1 and all(fixed.holds(weight) for of_branch in weights for weight in of_branch)
+    shapes = {str(sorted(str(fake_value(weight).shape) for weight in nodes)) for nodes in weights}
+    return len(shapes) == 1 and all(fixed.holds(weight) for nodes in weights for weight in nodes)
 
 
 def _gemms_before(branch: Node) -> set[Node]:

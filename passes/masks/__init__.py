@@ -1,4 +1,4 @@
-"""Masks of the experts that a router chose: what they select is sorted by expert, so that its size is known.
+"""Replacement of selections by masks of chosen experts by lookups of sorted pairs, whose number is known.
 
 May import rows, blocks, graph, ops, ir.
 """

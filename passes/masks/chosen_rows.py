@@ -1,14 +1,14 @@
-"""The rows that masks of experts select, one mask for each branch of a loop: all pairs of a token and an expert of it.
+"""Rows that masks of experts select, one mask for each branch of a loop: all pairs of a token and a chosen expert.
 
-    tokens_of, places_of = torch.where(chosen == e)              chosen [tokens, k]
-    places_of, tokens_of = torch.where(one_hot[e])               one_hot [experts, k, tokens]
-    (tokens_of,) = torch.where((chosen == e).any(-1))            as the first
-    (pairs_of,) = torch.where(chosen.flatten() == e)             each pair counts as a token with one expert
+    tokens, choices = torch.where(chosen == e)                 chosen [tokens, k]
+    choices, tokens = torch.where(one_hot[e])                  one_hot [experts, k, tokens]
+    (tokens,) = torch.where((chosen == e).any(-1))             chosen [tokens, k]
+    (pairs,) = torch.where(chosen.flatten() == e)              each pair is a token with one expert
 
-How many pairs each mask selects, only a run tells, and the host waits for it. But together they are all tokens · k
-pairs, where the ids come from a top-k over as many experts as the loop has: then each pair is selected by one mask.
-Sorted by expert, the pairs of one expert lie in another order than in its mask, if that has tokens in its last
-dimension; so every branch has to read all that it selects by one kind of mask, and to add its results up by token.
+A choice is an index among a token's k experts. The host must wait for the number of pairs that each mask selects. But
+if the ids come from a top-k over all experts of the loop, each pair is selected by one mask, tokens · k pairs in total.
+A mask [k, tokens] lists the pairs of an expert in another order than the sort by expert; so all lists of a branch must
+use the same kind of mask, and the branch must sum its results by token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ID_TYPES = (torch.int64, torch.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """Expert ids [tokens, k] as a top-k over `experts` gives them, different for each token; [pairs] for one each."""
+    """Expert ids [tokens, k] of a top-k over `experts`, k different ones for each token; or its flat ids [pairs]."""
 
     ids: Node
     experts: int
@@ -49,21 +49,19 @@ class Chosen:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMask:
-    """Where `chosen` has `expert`: a mask [tokens, k], or [k, tokens] if it `is_turned`; or of its tokens [tokens]."""
+    """Mask of ids that are `expert`: [tokens, k], [k, tokens] if it `is_transposed`, or [tokens] with any such id."""
 
     chosen: Chosen
     expert: int
-    is_turned: bool
+    is_transposed: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class SortedPairs:
-    """All pairs of a token and an expert, sorted by expert: the token of each, its place among the token's k, and its
-    place among all pairs in the order of tokens; int64 [tokens · k]. `ends` [experts] is where each expert's end.
-    """
+    """Pairs [tokens · k] in the order of experts: tokens, choices, and indices before the sort; `ends` [experts]."""
 
     tokens: Node
-    places: Node
+    choices: Node
     order: Node
     ends: Node
 
@@ -78,52 +76,52 @@ class SortedPairs:
         both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
         experts, order = writer.getitem(both, 0), writer.getitem(both, 1)
         tokens = writer.emit(aten.div.Tensor_mode, order, k, rounding_mode="floor")
-        places = writer.emit(aten.sub.Tensor, order, writer.emit(aten.mul.Tensor, tokens, k))
+        choices = writer.emit(aten.sub.Tensor, order, writer.emit(aten.mul.Tensor, tokens, k))
         ends = writer.emit(aten.searchsorted.Tensor, experts, writer.arange(chosen.experts, device), right=True)
-        return cls(tokens, places, order, ends)
+        return cls(tokens, choices, order, ends)
 
 
 def selected_column(node: Node) -> tuple[ExpertMask, bool] | None:
-    """The mask whose places `node` lists, and whether it has the token of each, else its place among the token's k."""
+    """Return the mask, and whether `node` lists the tokens that it selects; else it lists their choices."""
     if is_call(node, operator.getitem) and is_call(node.args[0], aten.unbind.int):
         unbind, column = node.args
         assert isinstance(unbind, Node)
-        given = all_arguments(unbind)
-        places, dim = given["self"], given["dim"]
+        arguments = all_arguments(unbind)
+        indices, dim = arguments["self"], arguments["dim"]
     elif is_call(node, aten.select.int):
-        given = all_arguments(node)
-        places, dim, column = given["self"], given["dim"], given["index"]
+        arguments = all_arguments(node)
+        indices, dim, column = arguments["self"], arguments["dim"], arguments["index"]
     else:
         return None
-    if not is_call(places, aten.nonzero.default) or dim % 2 != 1:
+    if not is_call(indices, aten.nonzero.default) or dim % 2 != 1:
         return None
-    mask = expert_mask(cast("Node", places.args[0]))
+    mask = expert_mask(cast("Node", indices.args[0]))
     if mask is None:
         return None
-    columns = fake_value(places).shape[1]
+    columns = fake_value(indices).shape[1]
     if columns == 1:
         return mask, True
-    return mask, (cast("int", column) % columns == 0) ^ mask.is_turned
+    return mask, (cast("int", column) % columns == 0) ^ mask.is_transposed
 
 
 def expert_mask(node: Node) -> ExpertMask | None:
-    """`node` as a mask of the pairs that chose one expert, or of their tokens."""
+    """Return `node` as a mask of the pairs of one expert, or of their tokens; None if it is no such mask."""
     steps: list[tuple[str, Node]] = []
     while True:
         if not isinstance(fake_value(node), torch.Tensor) or node.op != "call_function":
             return None
-        base, given = base_operation(node), all_arguments(node)
+        base, arguments = base_operation(node), all_arguments(node)
         if has_trait(node, Trait.PERMUTE) or base in ("any", "select", "squeeze"):
             steps.append((base, node))
         elif base in ("ne", "gt"):
-            if given["other"] != 0:
+            if arguments["other"] != 0:
                 return None
-        elif not has_trait(node, Trait.CAST, Trait.COPY) and not is_whole_slice(node):
+        elif not has_trait(node, Trait.CAST, Trait.COPY) and not is_full_slice(node):
             break
         node = node.all_input_nodes[0]
     if base != "eq":
         return None
-    left, right = given["self"], given["other"]
+    left, right = arguments["self"], arguments["other"]
     expert: int | None = None
     if isinstance(right, int) and not isinstance(right, bool):
         chosen, expert = chosen_by_top_k(left), right
@@ -131,16 +129,16 @@ def expert_mask(node: Node) -> ExpertMask | None:
         chosen = _one_hot(left, right)
     if chosen is None:
         return None
-    # Of the mask, as dimensions of [tokens, k, experts].
+    # Each dimension of the mask as a dimension of [tokens, k, experts].
     dims = [0, 1] if fake_value(chosen.ids).dim() == 2 else [0]
     dims += [2] if expert is None else []
     for base, step in reversed(steps):
-        given = all_arguments(step)
+        arguments = all_arguments(step)
         if base == "select":
-            dim = given["dim"] % len(dims)
-            if dims.pop(dim) != 2 or given["index"] < 0:
+            dim = arguments["dim"] % len(dims)
+            if dims.pop(dim) != 2 or arguments["index"] < 0:
                 return None
-            expert = given["index"]
+            expert = arguments["index"]
         elif base in ("any", "squeeze"):
             removed = _removed_dimension(step)
             if removed is None or dims.pop(removed) != 1:
@@ -153,24 +151,24 @@ def expert_mask(node: Node) -> ExpertMask | None:
 
 
 def _removed_dimension(node: Node) -> int | None:
-    """The one dimension that `node` removes, as `any(dim)` and `squeeze(dim)` do; None where that is not plain."""
-    given = all_arguments(node)
-    over = given.get("dim")
-    (dim,) = over if isinstance(over, (list, tuple)) and len(over) == 1 else (over,)
-    before, after = fake_value(given["self"]).dim(), fake_value(node).dim()
+    """Return the dimension that `any(dim)` or `squeeze(dim)` removes, or None if it removes none or several."""
+    arguments = all_arguments(node)
+    dims = arguments.get("dim")
+    (dim,) = dims if isinstance(dims, (list, tuple)) and len(dims) == 1 else (dims,)
+    before, after = fake_value(arguments["self"]).dim(), fake_value(node).dim()
     return dim % before if isinstance(dim, int) and after == before - 1 else None
 
 
-def is_whole_slice(node: Node) -> bool:
-    """True for a slice of everything."""
+def is_full_slice(node: Node) -> bool:
+    """Return whether `node` is a slice of all elements."""
     if not is_call(node, aten.slice.Tensor):
         return False
-    given = all_arguments(node)
-    return given["start"] in (None, 0) and given["end"] in (None, sys.maxsize) and given["step"] == 1
+    arguments = all_arguments(node)
+    return arguments["start"] in (None, 0) and arguments["end"] in (None, sys.maxsize) and arguments["step"] == 1
 
 
 def _one_hot(left: object, right: object) -> Chosen | None:
-    """`ids.unsqueeze(-1) == arange(experts)`, whichever of them stands first."""
+    """Return the ids of `ids.unsqueeze(-1) == arange(experts)`, with operands in either order, or None."""
     for ids, numbers in ((left, right), (right, left)):
         if not (isinstance(ids, Node) and isinstance(numbers, Node)):
             return None
@@ -184,10 +182,7 @@ def _one_hot(left: object, right: object) -> Chosen | None:
 
 
 def chosen_by_top_k(node: object) -> Chosen | None:
-    """`node` as the experts that a top-k chooses in each row of scores [tokens, experts].
-
-    Ids [tokens, k], or all of them in the order of tokens, [tokens · k], each of which counts as a token then.
-    """
+    """Return `node` as the ids [tokens, k] or [tokens · k] of a top-k of scores [tokens, experts], or None."""
     if not isinstance(node, Node):
         return None
     *casts, node = first_inputs(node, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
@@ -200,28 +195,29 @@ def chosen_by_top_k(node: object) -> Chosen | None:
         return Chosen(node, source.experts) if source is not None else None
     if not is_call(node, operator.getitem) or node.args[1] != 1 or not is_call(node.args[0], aten.topk.default):
         return None
-    given = all_arguments(cast("Node", node.args[0]))
-    shape = fake_value(given["self"]).shape
-    is_known = isinstance(shape[-1], int) and isinstance(given["k"], int)
-    return Chosen(node, int(shape[1])) if len(shape) == 2 and is_known and given["dim"] % 2 == 1 else None
+    arguments = all_arguments(cast("Node", node.args[0]))
+    shape = fake_value(arguments["self"]).shape
+    is_known = isinstance(shape[-1], int) and isinstance(arguments["k"], int)
+    return Chosen(node, int(shape[1])) if len(shape) == 2 and is_known and arguments["dim"] % 2 == 1 else None
 
 
 def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:
-    """The masks whose places `nodes` list, of whichever experts; None where one of them lists those of no mask."""
-    found = [selected_column(node) for node in nodes]
-    return None if None in found else [mask for mask, _ in cast("list[tuple[ExpertMask, bool]]", found)]
+    """Return the mask that selects what each of `nodes` lists, or None if one of them lists other values."""
+    columns = [selected_column(node) for node in nodes]
+    return None if None in columns else [mask for mask, _ in cast("list[tuple[ExpertMask, bool]]", columns)]
 
 
 def masks_of_all_experts(nodes: Sequence[Node]) -> tuple[Chosen, bool, bool] | None:
-    """What `nodes`, one in each branch, select together: whose choices, by which kind of mask (turned or not), and
-    whether they list tokens. None where they are not one mask for each expert, in order.
+    """Return the ids, whether the masks are transposed, and whether `nodes` list tokens.
+
+    None if `nodes`, one of each branch, do not list one mask of each expert, in order.
     """
-    found = [selected_column(node) for node in nodes]
-    first = found[0]
-    if first is None or any(one is None for one in found):
+    columns = [selected_column(node) for node in nodes]
+    first = columns[0]
+    if first is None or any(column is None for column in columns):
         return None
     mask, are_tokens = first
     if mask.chosen.experts != len(nodes):
         return None
     expected = [(dataclasses.replace(mask, expert=expert), are_tokens) for expert in range(len(nodes))]
-    return (mask.chosen, mask.is_turned, are_tokens) if found == expected else None
+    return (mask.chosen, mask.is_transposed, are_tokens) if columns == expected else None

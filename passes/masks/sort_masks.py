@@ -1,18 +1,18 @@
-"""Select by sorted expert ids what a mask of chosen experts selects: its size is known before a run.
+"""Replace selections by a mask of chosen experts by lookups of sorted expert ids, whose number is known before a run.
 
-A router's choice may be written as a mask [experts, tokens], and pairs of an expert and a token taken from it by
-`masked_select`, `nonzero` or a boolean index. How many these are, only a run tells, and the host waits for it. Where
-the mask was made from k different experts of each token, they are tokens · k, and their order is that of a stable sort.
+A model may mark the chosen experts in a mask [experts, tokens], and select pairs of an expert and a token with
+`masked_select`, `nonzero` or a boolean index. The host must wait for the number of pairs. If the mask marks k different
+experts for each token, there are tokens · k pairs, in the order of a stable sort.
 
 Contract
     in    a captured graph
-    out   the same graph, where every selection by such a mask is a lookup; exact. The graph as it came, and a refusal,
-          where what reads a selection takes no other size
+    out   the same graph with lookups instead of selections by such masks; exact. The unchanged graph with a refusal, if
+          a reader of a selection does not accept the new size
 
 Pseudo-code
     for each selection by a mask:
         follow the mask to the transpose of `zeros.scatter(1, ids, 1)`, and ids to a top-k
-        list pairs sorted by expert, for each expert by token
+        list pairs sorted by expert, then by token
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassRes
         node.replace_all_uses_with(selected)
         try:
             refresh_fake_values(graph, selected)
-        except Exception as error:  # whatever an operator says to a size that it was not captured for
+        except Exception as error:  # operators raise various errors for sizes that they were not captured for
             reason = f"what reads the selection has a size that does not follow from it ({first_line(error)})"
             refusal = refused(node, reason, place_of(node))
             plan = dataclasses.replace(plan, refusals=(*plan.refusals, refusal))
@@ -75,22 +75,22 @@ def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassRes
 
 
 def _selected_by(node: Node) -> Mask | None:
-    """The mask [experts, tokens] that `node` selects by; None where it is none, or not one of experts."""
+    """Return the mask [experts, tokens] of chosen experts by which `node` selects, or None."""
     if not is_call(node, aten.masked_select.default, aten.nonzero.default, aten.index.Tensor):
         return None
-    given = all_arguments(node)
+    arguments = all_arguments(node)
     if is_call(node, aten.index.Tensor):
-        mask = given["indices"][0]
-        if len(given["indices"]) != 1 or mask is None or fake_value(mask).dtype is not torch.bool:
+        mask = arguments["indices"][0]
+        if len(arguments["indices"]) != 1 or mask is None or fake_value(mask).dtype is not torch.bool:
             return None
     else:
-        mask = given["mask"] if is_call(node, aten.masked_select.default) else given["self"]
-    found = chosen_experts(mask)
-    return found if found is not None and found.is_by_expert else None
+        mask = arguments["mask"] if is_call(node, aten.masked_select.default) else arguments["self"]
+    expert_mask = chosen_experts(mask)
+    return expert_mask if expert_mask is not None and expert_mask.is_by_expert else None
 
 
 def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
-    """Row and column in the mask of each pair, both [tokens · k], in the order in which the mask is read."""
+    """Return row and column of each pair in the mask, both [tokens · k], in row-major order."""
     ids = mask.ids
     if fake_value(ids).dtype is not torch.int64:
         ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
@@ -104,12 +104,12 @@ def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
 def _selected(node: Node, pairs: tuple[Node, Node], writer: GraphWriter) -> Node:
     row, column = pairs
     if is_call(node, aten.nonzero.default):
-        columns = [writer.emit(aten.unsqueeze.default, one, 1) for one in pairs]
+        columns = [writer.emit(aten.unsqueeze.default, index, 1) for index in pairs]
         return writer.emit(aten.cat.default, columns, 1)
-    given: dict[str, Any] = all_arguments(node)
-    source = given["self"]
-    mask = given["mask"] if "mask" in given else given["indices"][0]
+    arguments: dict[str, Any] = all_arguments(node)
+    source = arguments["self"]
+    mask = arguments["mask"] if "mask" in arguments else arguments["indices"][0]
     shape = fake_value(mask).shape
-    if "mask" in given and str(fake_value(source).shape) != str(shape):
+    if "mask" in arguments and str(fake_value(source).shape) != str(shape):
         source = writer.emit(aten.expand.default, source, [writer.size(mask, 0), writer.size(mask, 1)])
     return writer.emit(aten.index.Tensor, source, [row, column])

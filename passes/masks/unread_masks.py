@@ -1,4 +1,4 @@
-"""Erase the selections by masks of which nobody reads more than that their number is not below zero."""
+"""Erase selections by masks whose only readers are assertions that their size is at least 0."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ aten = torch.ops.aten
 
 
 def erase_unread_masks(graph: Graph) -> None:
-    """Erase every `nonzero` that is read by such assertions alone, with these: they hold whatever it selects."""
+    """Erase every `nonzero` that only such assertions read, with these assertions, which always hold."""
     for node in reversed(list(graph.nodes)):
         if not is_call(node, aten.nonzero.default):
             continue
         asserted = [_assertions_of(size) for size in node.users]
-        if any(found is None for found in asserted):
+        if any(assertions is None for assertions in asserted):
             continue
-        for assertion in [one for found in asserted for one in found or ()]:
+        for assertion in [assertion for assertions in asserted for assertion in assertions or ()]:
             (compared,) = assertion.all_input_nodes
             graph.erase_node(assertion)
             if not compared.users:
@@ -31,13 +31,13 @@ def erase_unread_masks(graph: Graph) -> None:
 
 
 def _assertions_of(size: Node) -> list[Node] | None:
-    """The assertions that `size` is at least 0; None where it is no size, or read by something else."""
+    """Return the assertions that `size` is at least 0, or None if it is no size or has other readers."""
     if not is_call(size, aten.sym_size.int):
         return None
-    found: list[Node] = []
+    assertions: list[Node] = []
     for compared in size.users:
         is_bound = is_call(compared, operator.ge) and compared.args == (size, 0)
         if not is_bound or not all(is_call(user, aten._assert_scalar.default) for user in compared.users):
             return None
-        found += compared.users
-    return found
+        assertions += compared.users
+    return assertions

@@ -2,7 +2,7 @@
 
 Contract
     in    a top-level graph of segments, with the requested lowering
-    out   the same graph, untouched; `plan.activations`. If runs are to choose chunks, it has the memory that the budget
+    out   the same graph, unchanged; `plan.activations`. If runs are to choose chunks, it has the memory that the budget
           leaves for activations
 
 Pseudo-code
@@ -29,10 +29,10 @@ ESTIMATED = "estimated: the values that Inductor writes to memory, by a model of
 @graph_pass()
 def activation_memory(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Count the bytes that are held during every operation."""
-    how = SegmentExecution(context.runs_by_expert, context.chunk_tokens, context.multiplies_in_fp8)
-    operations, returned = operations_of(module, how)
+    execution = SegmentExecution(context.runs_by_expert, context.chunk_tokens, context.multiplies_in_fp8)
+    operations, returned = operations_of(module, execution)
     all_peaks = tuple(ActivationPeak(str(peak.expression), peak.where) for peak in peaks(operations, returned))
-    source = ESTIMATED if how.is_fused else COUNTED
+    source = ESTIMATED if execution.is_fused else COUNTED
     memory = ActivationMemory(all_peaks, source, context.chunk_tokens, _room_bytes(context))
     return PassResult(module, dataclasses.replace(plan, activations=memory))
 

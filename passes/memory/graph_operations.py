@@ -56,9 +56,9 @@ from moepass.passes.segments.token_program import (
 # The tokens of the largest chunk, in expressions of a plan.
 CHUNK_TOKENS = sympy.Symbol("chunk_tokens", integer=True, positive=True)
 
-# The storages of a node's value: of a tensor, or of each of several tensors.
-Shown = frozenset[int] | tuple[frozenset[int], ...]
-_NOTHING: frozenset[int] = frozenset()
+# The storages of a tensor, or of each of several tensors.
+Storages = frozenset[int] | tuple[frozenset[int], ...]
+_NONE: frozenset[int] = frozenset()
 Sizes = Mapping[sympy.Expr, sympy.Expr]
 
 
@@ -77,21 +77,16 @@ class SegmentExecution:
     multiplies_in_fp8: bool = False
 
 
-def operations_of(top: GraphModule, how: SegmentExecution) -> tuple[list[Operation], frozenset[int]]:
+def operations_of(top: GraphModule, execution: SegmentExecution) -> tuple[list[Operation], frozenset[int]]:
     """Return the operations of `top` in order, and the storages that it returns."""
-    writer = _OperationWriter(how)
+    writer = _OperationWriter(execution)
     returned = writer.graph(top, {}, {})
-    return writer.operations, _joined(returned)
+    return writer.operations, _union(returned)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """A segment's computation for a chunk of `tokens` tokens.
-
-    Attributes:
-        program: the program that was read from the segment
-        top: the body of the program, cut into segments of its own
-    """
+    """The program of a segment, its body cut into segments, and the symbol for the number of tokens of a chunk."""
 
     program: TokenProgram
     top: GraphModule
@@ -99,7 +94,6 @@ class _Body:
 
 
 def _body_of(segment: GraphModule, chunk_tokens: int) -> _Body | None:
-    """Return the segment's body, or None if it cannot run in chunks."""
     try:
         program = read_token_program(segment)
         _, symbol = describe_body(program, segment, chunk_tokens)
@@ -109,97 +103,94 @@ def _body_of(segment: GraphModule, chunk_tokens: int) -> _Body | None:
 
 
 class _OperationWriter:
-    def __init__(self, how: SegmentExecution) -> None:
-        self.how = how
+    def __init__(self, execution: SegmentExecution) -> None:
+        self.execution = execution
         self.operations: list[Operation] = []
         self._numbers = itertools.count()
-        # Storages into which several values are written; Inductor does not reuse them in place.
-        self._joined_into: set[int] = set()
+        # Storages to which several values are written; Inductor does not reuse them in place.
+        self._concatenated: set[int] = set()
         # The kernel that the next operation may join.
         self._kernel: int | None = None
         # A cache, because layers share segments, and describing bodies takes most of the time of this pass.
         self._bodies: dict[GraphModule, _Body | None] = {}
 
-    def graph(self, top: GraphModule, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
-        """Add the operations of a graph of segments, and return the storages of its outputs.
-
-        `shown` has the storages of the graph's inputs.
-        """
+    def graph(self, top: GraphModule, memory: dict[Node, Storages], sizes: Sizes) -> Sequence[Storages]:
+        """Add a graph's operations, and the storages of its nodes to `memory`; return those of its outputs."""
         for node in top.graph.nodes:
             if node.op == "call_module":
                 segment = top.get_submodule(str(node.target))
                 assert isinstance(segment, GraphModule)
-                shown[node] = tuple(_joined([output]) for output in self._segment(node, segment, shown, sizes))
+                memory[node] = tuple(_union([output]) for output in self._segment(node, segment, memory, sizes))
             elif node.op != "output":
-                self._node(node, shown, sizes)
-        return _returned(top.graph, shown)
+                self._node(node, memory, sizes)
+        return _returned(top.graph, memory)
 
     def _segment(
-        self, call: Node, segment: GraphModule, outside: Mapping[Node, Shown], outer: Sizes
-    ) -> Sequence[Shown]:
+        self, call: Node, segment: GraphModule, outside: Mapping[Node, Storages], outer: Sizes
+    ) -> Sequence[Storages]:
         inputs = graph_inputs(segment.graph)
         arguments = list(call.args)
         sizes = {**outer, **_sizes_within(inputs, arguments, outer)}
-        shown = {
-            node: outside.get(value, _NOTHING) if isinstance(value, Node) else _NOTHING
+        memory = {
+            node: outside.get(value, _NONE) if isinstance(value, Node) else _NONE
             for node, value in zip(inputs, arguments, strict=True)
         }
-        if self.how.chunk_tokens is not None and is_region(segment):
-            looped = self._in_chunks(segment, shown, sizes)
+        if self.execution.chunk_tokens is not None and is_region(segment):
+            looped = self._in_chunks(segment, memory, sizes)
             if looped is not None:
                 return looped
-        if self.how.is_fused and expert_gemms_in(segment):
-            by_expert = self._by_expert(segment, shown, sizes)
+        if self.execution.is_fused and expert_gemms_in(segment):
+            by_expert = self._by_expert(segment, memory, sizes)
             if by_expert is not None:
                 return by_expert
-        fusion = fusion_of(list(segment.graph.nodes)) if self.how.is_fused else NO_FUSION
+        fusion = fusion_of(list(segment.graph.nodes)) if self.execution.is_fused else NO_FUSION
         for node in segment.graph.nodes:
             if node.op != "output":
-                self._node(node, shown, sizes, fusion)
+                self._node(node, memory, sizes, fusion)
         self._kernel = None
-        return _returned(segment.graph, shown)
+        return _returned(segment.graph, memory)
 
-    def _node(self, node: Node, shown: dict[Node, Shown], sizes: Sizes, fusion: Fusion = NO_FUSION) -> None:
+    def _node(self, node: Node, memory: dict[Node, Storages], sizes: Sizes, fusion: Fusion = NO_FUSION) -> None:
         if node.op in ("placeholder", "get_attr") or is_call(node, *SLOT_OPS, BANK_TENSOR, EXPERT_STACK, gather):
-            shown.setdefault(node, _NOTHING)
+            memory.setdefault(node, _NONE)
             return
         if is_call(node, operator.getitem):
             source, index = node.args
-            storages = shown[source]  # type: ignore[index]
-            shown[node] = storages[index] if isinstance(storages, tuple) else storages  # type: ignore[index]
-            self._add(node, _joined([storages]))
+            storages = memory[source]  # type: ignore[index]
+            memory[node] = storages[index] if isinstance(storages, tuple) else storages  # type: ignore[index]
+            self._add(node, _union([storages]))
             return
-        reads = _joined(shown.get(used, _NOTHING) for used in node.all_input_nodes)
+        reads = _union(memory.get(used, _NONE) for used in node.all_input_nodes)
         if node in fusion.hidden:
-            shown[node] = reads
+            memory[node] = reads
             return
         if is_view(node):
-            shown[node] = reads
+            memory[node] = reads
             self._add(node, reads)
             return
         makes: dict[int, sympy.Expr] = {}
         for written in (node, *fusion.with_first.get(node, ())):
-            if written not in shown:
-                shown[written] = self._written(fake_value(written), sizes, makes)
-        if not (self.how.is_fused and is_kernel(node)):
+            if written not in memory:
+                memory[written] = self._allocate(fake_value(written), sizes, makes)
+        if not (self.execution.is_fused and is_kernel(node)):
             self._kernel = None
         elif self._kernel is None:
             self._kernel = next(self._numbers)
         workspace = workspace_bytes(node).xreplace(dict(sizes))
         if base_operation(node) == "cat":
-            self._joined_into |= makes.keys()
-        may_overwrite = self.how.is_fused and is_computed(node)
-        self._add(node, reads, makes, [workspace], reads - self._joined_into if may_overwrite else _NOTHING)
+            self._concatenated |= makes.keys()
+        may_overwrite = self.execution.is_fused and is_computed(node)
+        self._add(node, reads, makes, [workspace], reads - self._concatenated if may_overwrite else _NONE)
 
-    def _written(self, value: Any, sizes: Sizes, makes: dict[int, sympy.Expr]) -> Shown:
+    def _allocate(self, value: Any, sizes: Sizes, makes: dict[int, sympy.Expr]) -> Storages:
         """Return new storages for `value`, and add them to `makes`."""
         if isinstance(value, (tuple, list)):
-            return tuple(_joined([self._written(item, sizes, makes)]) for item in value)
-        made = self._made(value, sizes)
+            return tuple(_union([self._allocate(item, sizes, makes)]) for item in value)
+        made = self._new_storages(value, sizes)
         makes.update(made)
         return frozenset(made)
 
-    def _made(self, value: Any, sizes: Sizes) -> dict[int, sympy.Expr]:
+    def _new_storages(self, value: Any, sizes: Sizes) -> dict[int, sympy.Expr]:
         if not isinstance(value, torch.Tensor):
             return {}
         return {next(self._numbers): tensor_bytes(value).xreplace(dict(sizes))}
@@ -210,81 +201,83 @@ class _OperationWriter:
         reads: frozenset[int],
         makes: Mapping[int, sympy.Expr] | None = None,
         temporary: Sequence[sympy.Expr] = (),
-        overwrites: frozenset[int] = _NOTHING,
+        overwrites: frozenset[int] = _NONE,
     ) -> None:
         path = module_path(node)
         where = f"{path} ({operation(node)})" if path else operation(node)
         self.operations.append(Operation(where, reads, makes or {}, temporary, overwrites, self._kernel))
 
-    def _in_chunks(self, segment: GraphModule, shown: Mapping[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
+    def _in_chunks(
+        self, segment: GraphModule, memory: Mapping[Node, Storages], sizes: Sizes
+    ) -> Sequence[Storages] | None:
         """Add a segment that runs in chunks as one operation; return None if it cannot."""
-        assert self.how.chunk_tokens is not None
+        assert self.execution.chunk_tokens is not None
         if segment not in self._bodies:
-            self._bodies[segment] = _body_of(segment, self.how.chunk_tokens)
+            self._bodies[segment] = _body_of(segment, self.execution.chunk_tokens)
         described = self._bodies[segment]
         if described is None:
             return None
         program, body, symbol = described.program, described.top, described.tokens
-        inner = _OperationWriter(self.how)
+        inner = _OperationWriter(self.execution)
         chunk_sizes = {symbol: CHUNK_TOKENS, **{key: value for key, value in sizes.items() if key != symbol}}
-        body_inputs: dict[Node, Shown] = {}
+        body_inputs: dict[Node, Storages] = {}
         copies: dict[int, sympy.Expr] = {}
         inputs = graph_inputs(segment.graph)
         for node, position, dims in zip(graph_inputs(body.graph)[1:], program.tensors, program.inputs, strict=True):
             copied = (
                 {}
-                if dims is None or _lies_in_one_piece(fake_value(inputs[position]), dims)
-                else inner._made(fake_value(node), chunk_sizes)
+                if dims is None or _is_contiguous_chunk(fake_value(inputs[position]), dims)
+                else inner._new_storages(fake_value(node), chunk_sizes)
             )
             body_inputs[node] = frozenset(copied)
             copies.update(copied)
         first = next(iter(segment.graph.nodes))
         if copies:
-            inner._add(first, _NOTHING, copies)
+            inner._add(first, _NONE, copies)
         returned = inner.graph(body, body_inputs, chunk_sizes)
-        temporary = [peak.expression for peak in peaks(inner.operations, _joined(returned))]
-        outputs = [self._made(fake_value(node), sizes) for node in _outputs(segment.graph)]
+        temporary = [peak.expression for peak in peaks(inner.operations, _union(returned))]
+        outputs = [self._new_storages(fake_value(node), sizes) for node in _outputs(segment.graph)]
         last = segment.graph.output_node().prev
-        self._add(last, _joined(shown.values()), _merged(outputs), temporary)
+        self._add(last, _union(memory.values()), _merged(outputs), temporary)
         return [frozenset(output) for output in outputs]
 
-    def _by_expert(self, segment: GraphModule, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
+    def _by_expert(self, segment: GraphModule, memory: dict[Node, Storages], sizes: Sizes) -> Sequence[Storages] | None:
         """Add a segment that runs expert by expert; return None if it cannot."""
         try:
             program = read_program(segment)
             if fake_value(program.row_inputs[0]).device.type != "cpu":
-                return self._kernels(program, shown, sizes)
+                return self._kernels(program, memory, sizes)
         except NotByExpertError:
             return None
         if any(order is not None for order in program.orders):
             return None
-        outputs = {node: self._made(fake_value(node), sizes) for node in program.outputs}
-        within = [
+        outputs = {node: self._new_storages(fake_value(node), sizes) for node in program.outputs}
+        temporaries = [
             node
             for step in program.steps
             for node in ((step.node,) if isinstance(step, GroupedGemm) else step.outputs)
             if node not in outputs
         ]
         rows = size_expression(fake_value(program.row_inputs[0]).shape[0]).xreplace(dict(sizes))
-        bytes_per_row = sympy.Add(*(row_bytes(fake_value(node)) for node in within))
+        bytes_per_row = sympy.Add(*(row_bytes(fake_value(node)) for node in temporaries))
         # An upper bound: one expert has a full chunk of rows.
         temporary = sympy.Min(rows, CHUNK_ROWS) * bytes_per_row
-        self._add(program.outputs[-1], _joined(shown.values()), _merged(outputs.values()), [temporary])
+        self._add(program.outputs[-1], _union(memory.values()), _merged(outputs.values()), [temporary])
         return [frozenset(outputs[node]) for node in program.outputs]
 
-    def _kernels(self, program: ExpertProgram, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
+    def _kernels(self, program: ExpertProgram, memory: dict[Node, Storages], sizes: Sizes) -> Sequence[Storages]:
         kernels = read_kernels(program)
         stages: list[tuple[Sequence[Node], Sequence[Node], list[sympy.Expr]]]
         stages = [] if kernels.before is None else [(kernels.before.inputs, kernels.before.outputs, [])]
         for kernel in kernels.kernels:
-            copies = [_fp8_bytes(fake_value(kernel.operands[kernel.rows]))] if self.how.multiplies_in_fp8 else []
+            copies = [_fp8_bytes(fake_value(kernel.operands[kernel.rows]))] if self.execution.multiplies_in_fp8 else []
             stages.append((kernel.operands, kernel.outputs, [nbytes.xreplace(dict(sizes)) for nbytes in copies]))
         for operands, outputs, copies in stages:
-            reads = _joined(shown.get(node, _NOTHING) for node in operands)
-            made = [self._made(fake_value(node), sizes) for node in outputs]
-            shown.update(zip(outputs, map(frozenset, made), strict=True))
+            reads = _union(memory.get(node, _NONE) for node in operands)
+            made = [self._new_storages(fake_value(node), sizes) for node in outputs]
+            memory.update(zip(outputs, map(frozenset, made), strict=True))
             self._add(outputs[-1], reads, _merged(made), copies)
-        return [shown[node] for node in program.outputs]
+        return [memory[node] for node in program.outputs]
 
 
 def _fp8_bytes(rows: torch.Tensor) -> sympy.Expr:
@@ -293,8 +286,8 @@ def _fp8_bytes(rows: torch.Tensor) -> sympy.Expr:
     return count * (width + 4 * sympy.ceiling(width / FP8_BLOCK))
 
 
-def _joined(shown: Iterable[Shown]) -> frozenset[int]:
-    return frozenset().union(*(item for value in shown for item in (value if isinstance(value, tuple) else (value,))))
+def _union(values: Iterable[Storages]) -> frozenset[int]:
+    return frozenset().union(*(item for value in values for item in (value if isinstance(value, tuple) else (value,))))
 
 
 def _merged(storages: Iterable[Mapping[int, sympy.Expr]]) -> dict[int, sympy.Expr]:
@@ -305,8 +298,8 @@ def _outputs(graph: Graph) -> Sequence[Any]:
     return several(graph.output_node().args[0])
 
 
-def _returned(graph: Graph, shown: Mapping[Node, Shown]) -> Sequence[Shown]:
-    return [shown.get(node, _NOTHING) if isinstance(node, Node) else _NOTHING for node in _outputs(graph)]
+def _returned(graph: Graph, memory: Mapping[Node, Storages]) -> Sequence[Storages]:
+    return [memory.get(node, _NONE) if isinstance(node, Node) else _NONE for node in _outputs(graph)]
 
 
 def _sizes_within(inputs: Sequence[Node], arguments: Sequence[Any], outer: Sizes) -> dict[sympy.Expr, sympy.Expr]:
@@ -320,7 +313,7 @@ def _sizes_within(inputs: Sequence[Node], arguments: Sequence[Any], outer: Sizes
     return sizes
 
 
-def _lies_in_one_piece(value: torch.Tensor, dims: TokenDims) -> bool:
+def _is_contiguous_chunk(value: torch.Tensor, dims: TokenDims) -> bool:
     """Return whether a chunk of tokens from one sequence is contiguous in memory (see `TokenLoop`)."""
     in_memory = (factor for dim in memory_order(value) for factor in dims.factors[dim])
     outermost = next((factor for factor in in_memory if factor not in (1, TokenFactor.SEQUENCES)), None)

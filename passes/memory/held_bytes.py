@@ -59,38 +59,38 @@ def peaks(operations: Sequence[Operation], held_to_end: Iterable[int] = ()) -> l
     """Return the sums that may be the largest. Storages in `held_to_end` are never freed."""
     last = {storage: position for position, operation in enumerate(operations) for storage in _touched(operation)}
     last.update(dict.fromkeys(held_to_end, len(operations)))
-    ending: dict[int, list[int]] = {}
+    ending_at: dict[int, list[int]] = {}
     for storage, position in last.items():
-        ending.setdefault(position, []).append(storage)
+        ending_at.setdefault(position, []).append(storage)
     held: dict[sympy.Expr, sympy.Expr] = {}
     size_of: dict[int, sympy.Expr] = {}
     candidates: list[Peak] = []
     # Storages of the current kernel that nothing reads afterwards.
-    over: list[int] = []
+    freed_after_kernel: list[int] = []
     for position, operation in enumerate(operations):
-        gone = [storage for storage in ending.get(position, ()) if storage in size_of]
+        freed = [storage for storage in ending_at.get(position, ()) if storage in size_of]
         for size in operation.makes.values():
-            reusable = (storage for storage in gone if storage in operation.overwrites and size_of[storage] == size)
+            reusable = (storage for storage in freed if storage in operation.overwrites and size_of[storage] == size)
             overwritten = next(reusable, None)
             if overwritten is not None:
-                gone.remove(overwritten)
+                freed.remove(overwritten)
                 _add(held, size_of.pop(overwritten), -1)
         for storage, size in operation.makes.items():
             size_of[storage] = size
             _add(held, size, 1)
             if last[storage] == position:
-                gone.append(storage)
+                freed.append(storage)
         if operation.makes or operation.temporary:
             for extra in operation.temporary or (sympy.Integer(0),):
                 total = dict(held)
                 _add(total, extra, 1)
-                _note(candidates, Peak(total, operation.where))
-        over += gone
+                _add_peak(candidates, Peak(total, operation.where))
+        freed_after_kernel += freed
         following = operations[position + 1].kernel if position + 1 < len(operations) else None
         if operation.kernel is None or following != operation.kernel:
-            for storage in over:
+            for storage in freed_after_kernel:
                 _add(held, size_of.pop(storage), -1)
-            over = []
+            freed_after_kernel = []
     return candidates
 
 
@@ -111,7 +111,7 @@ def _terms(size: sympy.Expr) -> Terms:
     return dict(sympy.expand(size).as_coefficients_dict())
 
 
-def _note(candidates: list[Peak], new: Peak) -> None:
+def _add_peak(candidates: list[Peak], new: Peak) -> None:
     if any(_is_within(new.terms, peak.terms) for peak in candidates):
         return
     candidates[:] = [peak for peak in candidates if not _is_within(peak.terms, new.terms)]

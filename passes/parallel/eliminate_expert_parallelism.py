@@ -30,7 +30,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import ADOPTED
-from moepass.passes.blocks.computed_weights import is_computed, parameters_behind, recipe_of
+from moepass.passes.blocks.computed_weights import is_computed, recipe_of, weight_parameters
 from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
@@ -261,7 +261,7 @@ def _parameters(block: ParallelBlock) -> tuple[Node, ...]:
     for parameter in direct:
         if direct.count(parameter) > 1:
             raise NotThisForm(f"{named(parameter)} is a weight of several experts, or two weights of one")
-    read = [parameter for node in filter(is_computed, block.expert_tensors) for parameter in parameters_behind(node)]
+    read = [parameter for node in filter(is_computed, block.expert_tensors) for parameter in weight_parameters(node)]
     return tuple(dict.fromkeys((*direct, *read)))
 
 

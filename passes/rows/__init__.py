@@ -1,1 +1,1 @@
-"""Where rows lie in what operations give, and which operations leave rows apart. May import graph, ops, ir."""
+"""Position of rows in the results of operations, and which operations keep rows separate. May import graph, ops, ir."""

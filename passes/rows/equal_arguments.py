@@ -1,7 +1,6 @@
-"""Whether nodes of several branches, alike up to numbers among their arguments, compute the same in each branch.
+"""Comparison of nodes from several branches: whether they differ only in the branch's number of rows.
 
-Numbers may differ where they say no more than how many rows a branch has: the size of something that is made, of a view
-or of an expanded dimension, and the end of a slice that is all of what it is cut from.
+A number of rows may be a size in a fill, a view or an expand, or the end of a slice that keeps the whole dimension.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from moepass.passes.ops.traits import Trait, base_operation, has_trait
 
 
 def compute_the_same(nodes: Sequence[Node], *, have_rows: bool) -> bool:
-    """True where `nodes`, one of each branch, do the same with tensors that correspond.
+    """Return whether `nodes`, one from each branch, compute the same function of corresponding tensors.
 
-    Where these `have_rows`, the rules of rows (`row_rules.py`) compare the shapes of the results, and nothing here.
+    If they `have_rows`, the caller must compare the result shapes with the rules of `row_rules.py`.
     """
     base = base_operation(nodes[0])
     if base == "slice":
-        return _are_equal(map(_text, nodes)) or (have_rows and all(map(_is_whole, nodes)))
+        return _are_equal(map(_text, nodes)) or (have_rows and all(map(_keeps_dimension, nodes)))
     if have_rows or base == "expand":
         return True
     if has_trait(nodes[0], Trait.FILL):
-        given = [all_arguments(node) for node in nodes]
-        sizes = [one.pop("size", ()) for one in given]
-        return _are_equal(map(_text_of, given)) and _are_alike(sizes)
+        arguments = [all_arguments(node) for node in nodes]
+        sizes = [each.pop("size", ()) for each in arguments]
+        return _are_equal(map(_text_of, arguments)) and _are_alike(sizes)
     if has_trait(nodes[0], Trait.RESHAPE):
         return _are_alike([fake_value(node).shape for node in nodes])
     return _are_equal(map(_text, nodes)) and (
@@ -44,12 +43,12 @@ def _are_equal(texts: Any) -> bool:
 
 
 def _are_alike(shapes: Sequence[Sequence[Any]]) -> bool:
-    """True for shapes that are equal but where all of them have a size that only a run tells."""
+    """Return whether the shapes are equal, except for sizes that are symbols in all of them."""
     if not _are_equal(map(len, shapes)):
         return False
     for sizes in zip(*shapes, strict=True):
-        own = {_size(size) for size in sizes}
-        if len(own) != 1 and any(size.is_Integer for size in own):
+        distinct = {_size(size) for size in sizes}
+        if len(distinct) != 1 and any(size.is_Integer for size in distinct):
             return False
     return True
 
@@ -58,10 +57,10 @@ def _size(size: Any) -> Any:
     return size_expression(fake_value(size) if isinstance(size, Node) else size)
 
 
-def _is_whole(node: Node) -> bool:
-    given = all_arguments(node)
-    shapes = (fake_value(one).shape[given["dim"]] for one in (node, given["self"]))
-    return given["step"] == 1 and _are_equal(map(_size, shapes))
+def _keeps_dimension(node: Node) -> bool:
+    arguments = all_arguments(node)
+    shapes = (fake_value(tensor).shape[arguments["dim"]] for tensor in (node, arguments["self"]))
+    return arguments["step"] == 1 and _are_equal(map(_size, shapes))
 
 
 def _text(node: Node) -> str:
@@ -69,7 +68,7 @@ def _text(node: Node) -> str:
 
 
 def _text_of(arguments: Any) -> str:
-    """Arguments, of whose tensors no more than that they are some; numbers that only a run tells as expressions."""
+    """Return the arguments as text: symbolic numbers as expressions, every tensor as the same word."""
     return str(map_nodes(arguments, lambda used: f"<{_number(fake_value(used))}>"))
 
 

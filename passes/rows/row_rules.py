@@ -1,4 +1,4 @@
-"""Position of the experts' rows in the result of an operation: the rules of `row_flow.py`."""
+"""Rules for the layout of rows in the result of an operation."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ from moepass.passes.rows.row_layout import (
 )
 
 _CHANGE = (
-    "expected an activation function that computes every row alone, from that row and constants, whichever other rows "
-    "are there; compute element by element or along features, or move this before or behind the experts"
+    "expected an activation function that computes every row alone, from that row and constants, independent of other "
+    "rows; compute element by element or along features, or move this before or after the experts"
 )
-# Where a number of rows stands in a node's arguments: the argument's name and the place in a list.
+# Position of a number of rows in a node's arguments: the argument's name and the index in a list.
 Place = tuple[str, int]
-# Layouts of a node's values, if it has several; None if unknown.
+# The layout of a node's value, or of each of several values; None if unknown.
 Layouts = Layout | tuple[Layout | None, ...] | None
 
 
 class RowRules:
-    """Where rows lie in what operations give. Raises NotThisForm, naming the node, where rows do not stay apart."""
+    """Rules for the layout of rows in results. Raise NotThisForm with the node if rows do not stay separate."""
 
     def __init__(self, starts: Iterable[Node], copies: Mapping[Node, Node]) -> None:
         self._layouts: dict[Node, Layouts] = {start: rows_first(fake_value(start).shape) for start in starts}
         self._places: dict[Node, dict[Place, int]] = {}
         self._whole: set[Node] = set()
-        # What a node is a copy of, which is what reasons name.
-        self._copies = copies
-        # Constants that are the same number everywhere.
+        self._copies = copies  # refusals name the original of a copy
+        # Constants with equal elements.
         self._uniform: set[Node] = set()
-        # Made for a number of rows, as it seems: where, and what reads it as such.
+        # Constants with sizes that may be numbers of rows: these sizes, and the readers that need them.
         self._made: dict[Node, tuple[dict[Place, int], set[Node]]] = {}
 
     def with_rows(self, node: Node) -> Layouts:
@@ -69,7 +68,7 @@ class RowRules:
         if has_trait(node, Trait.ALONG):
             return self._along(node, base, first, arguments)
         if has_trait(node, Trait.TOGETHER):
-            return self._together(node, base, arguments)
+            return self._join(node, base, arguments)
         if has_trait(node, Trait.NORM):
             return self._norm(node, first, arguments)
         if has_trait(node, Trait.GROUP_NORM):
@@ -80,59 +79,57 @@ class RowRules:
             return self._padded(node, base, first, arguments)
         if base in ("mm", "addmm", "bmm"):
             return self._gemm(node, base, arguments)
-        self._refuse(node, "is none of which moepass knows that it leaves rows apart")
-
-    # ---------------------------------------------------------------------------------------------------- operations
+        self._refuse(node, "is an operation that is not known to keep rows separate")
 
     def _elementwise(self, node: Node) -> Layouts:
         value = fake_value(node)
-        # Of several results, as those of `frexp`, the first tells the shape; a buffer of another one nobody reads.
+        # Of several results (`frexp`), the first has the broadcast shape; other shapes are those of unread buffers.
         shape = several(value)[0].shape
         tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
-        found = broadcast([self._layout(used) for used in tensors if self._has_rows(used)], shape)
-        if found is None:
-            self._refuse(node, "lets rows meet other rows")
+        layout = broadcast([self._layout(used) for used in tensors if self._has_rows(used)], shape)
+        if layout is None:
+            self._refuse(node, "combines rows with other rows")
         for constant in (used for used in tensors if not self._has_rows(used)):
-            self._check_constant(node, constant, found)
-        return _same_shape_as(value, lambda other: found if other == shape else None)
+            self._check_constant(node, constant, layout)
+        return _layouts_of(value, lambda item_shape: layout if item_shape == shape else None)
 
     def _check_constant(self, node: Node, constant: Node, layout: Layout) -> None:
-        """A constant that meets rows is the same for all of them."""
+        """Refuse a constant that is not equal for all rows with which it is combined."""
         value = fake_value(constant)
-        for place in range(-value.dim(), 0):
-            if not layout.has_rows_along(place) or _is_one(value.shape[place]):
+        for dim in range(-value.dim(), 0):
+            if not layout.has_rows_along(dim) or _is_one(value.shape[dim]):
                 continue
-            if not self._is_uniform(constant) and not is_flat(constant, place):
-                self._refuse(node, f"meets rows with {self._named(constant)}, which has another value for each of them")
-            times = features_per_row(layout.dimensions[place])
+            if not self._is_uniform(constant) and not is_flat(constant, dim):
+                self._refuse(node, f"combines rows with {self._named(constant)}, which differs between rows")
+            times = features_per_row(layout.dimensions[dim])
             if times is not None and has_trait(constant, Trait.FILL, Trait.EXPAND):
-                places, readers = self._made.setdefault(constant, ({}, set()))
-                places["size", place % value.dim()] = times
+                sizes, readers = self._made.setdefault(constant, ({}, set()))
+                sizes["size", dim % value.dim()] = times
                 readers.add(node)
 
     def _view(self, node: Node, layout: Layout) -> Layout:
-        found = reshaped(layout, fake_value(node).shape)
-        if found is None:
+        result = reshaped(layout, fake_value(node).shape)
+        if result is None:
             self._refuse(node, "regroups rows")
-        self._note_sizes(node, found)
-        return found
+        self._note_sizes(node, result)
+        return result
 
     def _expanded(self, node: Node, layout: Layout) -> Layout:
         shape = fake_value(node).shape
         new = len(shape) - len(layout.dimensions)
-        kept = [
-            dimension if any(part.is_rows for part in dimension) else features(size)
+        expanded = [
+            dimension if any(factor.is_rows for factor in dimension) else features(size)
             for dimension, size in zip(layout.dimensions, shape[new:], strict=True)
         ]
-        found = Layout((*map(features, shape[:new]), *kept))
-        self._note_sizes(node, found)
-        return found
+        result = Layout((*map(features, shape[:new]), *expanded))
+        self._note_sizes(node, result)
+        return result
 
     def _note_sizes(self, node: Node, layout: Layout) -> None:
         if len(node.args) < 2 or not isinstance(node.args[1], (list, tuple)):
             return
         times = {("size", dim): features_per_row(dimension) for dim, dimension in enumerate(layout.dimensions)}
-        self._places[node] = {place: number for place, number in times.items() if number is not None}
+        self._places[node] = {position: number for position, number in times.items() if number is not None}
 
     def _along(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
         dims = _dims_of(node, arguments, len(layout.dimensions))
@@ -141,66 +138,66 @@ class RowRules:
                 self._whole.add(node)
                 return layout
             self._refuse(node, "works along the rows, not along features")
-        return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
+        return _layouts_of(fake_value(node), lambda shape: _along_result(layout, dims, shape))
 
-    def _together(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
+    def _join(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
         tensors = [used for used in nodes_in(list(arguments.values())) if isinstance(fake_value(used), torch.Tensor)]
         layouts = [self._layout(used) for used in tensors if self._has_rows(used)]
         first = layouts[0]
         ((dim,),) = (_dims_of(node, arguments, len(first.dimensions) + (base == "stack")),)
-        rest = {_without(layout, dim) if base != "stack" else layout.dimensions for layout in layouts}
-        if len(rest) != 1 or (base != "stack" and any(layout.has_rows_along(dim) for layout in layouts)):
-            self._refuse(node, "puts rows together with other rows")
+        common = {_without(layout, dim) if base != "stack" else layout.dimensions for layout in layouts}
+        if len(common) != 1 or (base != "stack" and any(layout.has_rows_along(dim) for layout in layouts)):
+            self._refuse(node, "joins rows with other rows")
         size = features(fake_value(node).shape[dim])
-        others = list(rest.pop())
-        found = Layout((*others[:dim], size, *others[dim:]))
-        of_operands = Layout(tuple(others)) if base == "stack" else found
+        dimensions = list(common.pop())
+        result = Layout((*dimensions[:dim], size, *dimensions[dim:]))
+        operand = Layout(tuple(dimensions)) if base == "stack" else result
         for constant in (used for used in tensors if not self._has_rows(used)):
             shape = fake_value(constant).shape
-            # Unlike elementwise operations these stretch nothing: they leave out what is not there.
-            if len(shape) != len(of_operands.dimensions) or any(
-                of_operands.has_rows_along(place) and size_of(of_operands.dimensions[place]) != size_expression(size)
-                for place, size in enumerate(shape)
+            # Unlike elementwise operations, these do not expand operands of size 1.
+            if len(shape) != len(operand.dimensions) or any(
+                operand.has_rows_along(axis) and size_of(operand.dimensions[axis]) != size_expression(size)
+                for axis, size in enumerate(shape)
             ):
-                self._refuse(node, f"puts rows together with {self._named(constant)}, which is not there for all rows")
-            self._check_constant(node, constant, of_operands)
-        return found
+                self._refuse(node, f"joins rows with {self._named(constant)}, which does not have all rows")
+            self._check_constant(node, constant, operand)
+        return result
 
     def _norm(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layouts:
         count = len(arguments["normalized_shape"])
         dims = range(len(layout.dimensions) - count, len(layout.dimensions))
-        others = nodes_in([value for name, value in arguments.items() if name != "input"])
-        if any(layout.has_rows_along(dim) for dim in dims) or any(map(self._has_rows, others)):
+        parameters = nodes_in([value for name, value in arguments.items() if name != "input"])
+        if any(layout.has_rows_along(dim) for dim in dims) or any(map(self._has_rows, parameters)):
             self._refuse(node, "normalises over rows, not features alone")
-        return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
+        return _layouts_of(fake_value(node), lambda shape: _along_result(layout, dims, shape))
 
     def _group_norm(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layouts:
-        others = nodes_in([value for name, value in arguments.items() if name != "input"])
+        parameters = nodes_in([value for name, value in arguments.items() if name != "input"])
         rows = Layout(layout.dimensions[:1])
         stated = arguments["N"]
         stated = fake_value(stated) if isinstance(stated, Node) else stated
         is_by_row = layout.is_by_row and size_of(layout.dimensions[0]) == size_expression(stated)
-        if not is_by_row or any(map(self._has_rows, others)):
+        if not is_by_row or any(map(self._has_rows, parameters)):
             self._refuse(node, "normalises over rows, not features alone")
         self._places[node] = {("N", 0): 1}
-        return _same_shape_as(
+        return _layouts_of(
             fake_value(node), lambda shape: Layout((*rows.dimensions, *(features(size) for size in shape[1:])))
         )
 
     def _looked_up(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layout:
-        given = arguments.get("indices")
-        if given is None:
-            given = [None] * (arguments["dim"] % len(layout.dimensions)) + [arguments["index"]]
-        indexed = [dim for dim, index in enumerate(given) if index is not None]
-        indices = [given[dim] for dim in indexed]
-        whole = all(fake_value(index).dtype is not torch.bool for index in indices)
-        if whole and not layout.has_rows and indexed == [0] and self._has_rows(indices[0]):
-            # A table of constants, by what each row says.
+        positions = arguments.get("indices")
+        if positions is None:
+            positions = [None] * (arguments["dim"] % len(layout.dimensions)) + [arguments["index"]]
+        indexed = [dim for dim, index in enumerate(positions) if index is not None]
+        indices = [positions[dim] for dim in indexed]
+        no_masks = all(fake_value(index).dtype is not torch.bool for index in indices)
+        if no_masks and not layout.has_rows and indexed == [0] and self._has_rows(indices[0]):
+            # A lookup in a table of constants, with indices that belong to rows.
             return Layout((*self._layout(indices[0]).dimensions, *layout.dimensions[1:]))
         adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
         rows = any(map(self._has_rows, indices)) or any(layout.has_rows_along(dim) for dim in indexed)
-        if rows or not whole or not adjacent:
-            self._refuse(node, "looks up rows by their places")
+        if rows or not no_masks or not adjacent:
+            self._refuse(node, "looks up rows by their indices")
         new = fake_value(node).dim() - len(layout.dimensions) + len(indexed)
         start, shape = indexed[0], fake_value(node).shape
         return Layout(
@@ -218,45 +215,45 @@ class RowRules:
             if base == "repeat":
                 unchanged = arguments["repeats"][new + dim] == 1
             else:
-                place = 2 * (len(layout.dimensions) - 1 - dim)
-                unchanged = all(amount == 0 for amount in arguments["pad"][place : place + 2])
-            if any(part.is_rows for part in dimension) and not unchanged:
+                start = 2 * (len(layout.dimensions) - 1 - dim)
+                unchanged = all(amount == 0 for amount in arguments["pad"][start : start + 2])
+            if any(factor.is_rows for factor in dimension) and not unchanged:
                 self._refuse(node, "adds rows")
         return self._expanded(node, layout)
 
     def _gemm(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
-        """A GEMM of rows and a matrix that is the same for all of them, or of features of the same row."""
+        """Return the layout of a GEMM of rows and one matrix for all, or of a batched GEMM of features of one row."""
         names = {"addmm": ("mat1", "mat2"), "mm": ("self", "mat2"), "bmm": ("self", "mat2")}[base]
         left, right = (arguments[name] for name in names)
         batch = 1 if base == "bmm" else 0
-        of_left, of_right = self._layout(left), self._layout(right)
-        if of_left.has_rows_along(batch + 1) or of_right.has_rows_along(batch):
+        left_layout, right_layout = self._layout(left), self._layout(right)
+        if left_layout.has_rows_along(batch + 1) or right_layout.has_rows_along(batch):
             self._refuse(node, "multiplies and adds up rows")
-        if of_left.has_rows and of_right.has_rows:
-            by_batch = batch and of_left.dimensions[0] == of_right.dimensions[0]
-            if not by_batch or of_left.has_rows_along(1) or of_right.has_rows_along(2):
+        if left_layout.has_rows and right_layout.has_rows:
+            by_batch = batch and left_layout.dimensions[0] == right_layout.dimensions[0]
+            if not by_batch or left_layout.has_rows_along(1) or right_layout.has_rows_along(2):
                 self._refuse(node, "multiplies rows by other rows")
-        elif batch and (of_left.has_rows_along(0) or of_right.has_rows_along(0)):
-            constant = right if of_left.has_rows else left
+        elif batch and (left_layout.has_rows_along(0) or right_layout.has_rows_along(0)):
+            constant = right if left_layout.has_rows else left
             if not self._is_uniform(constant) and not is_flat(constant, 0):
-                self._refuse(node, f"meets rows with {self._named(constant)}, another matrix for each of them")
-        leading = (of_left if of_left.has_rows else of_right).dimensions[:batch]
-        found = Layout((*leading, of_left.dimensions[batch], of_right.dimensions[batch + 1]))
+                self._refuse(node, f"combines rows with {self._named(constant)}, a different matrix for each row")
+        leading = (left_layout if left_layout.has_rows else right_layout).dimensions[:batch]
+        product = Layout((*leading, left_layout.dimensions[batch], right_layout.dimensions[batch + 1]))
         added = arguments.get("self") if base == "addmm" else None
         if added is not None:
             if self._has_rows(added):
-                return broadcast([found, self._layout(added)], fake_value(node).shape) or self._refuse(
-                    node, "lets rows meet other rows"
+                return broadcast([product, self._layout(added)], fake_value(node).shape) or self._refuse(
+                    node, "combines rows with other rows"
                 )
-            self._check_constant(node, added, found)
-        return found
+            self._check_constant(node, added, product)
+        return product
 
     def _layout(self, node: Any) -> Layout:
         if not isinstance(node, Node):
             return no_rows(())
-        known = self._layouts.get(node)
-        if isinstance(known, Layout):
-            return known
+        layout = self._layouts.get(node)
+        if isinstance(layout, Layout):
+            return layout
         value = fake_value(node)
         return no_rows(value.shape) if isinstance(value, torch.Tensor) else no_rows(())
 
@@ -291,7 +288,7 @@ def _is_one(size: Any) -> bool:
 
 
 def is_flat(node: Node, dim: int) -> bool:
-    """The same along a dimension: it has one element there, or one in memory."""
+    """Return whether all elements along a dimension are equal: it has size 1 or stride 0."""
     value = fake_value(node)
     stride = value.stride(dim)
     return _is_one(value.shape[dim]) or (isinstance(stride, int) and stride == 0)
@@ -307,18 +304,18 @@ def has_symbols(value: Any) -> bool:
 
 
 def _dims_of(node: Node, arguments: dict[str, Any], number: int) -> list[int]:
-    """Along which of `number` dimensions `node` acts."""
+    """Return the dimensions, of `number`, along which `node` acts."""
     name = next((name for name in ("dim", "dims") if name in arguments), None)
-    given = arguments[name] if name is not None else _default_dim(node)
-    if given is None or given == []:
+    dims = arguments[name] if name is not None else _default_dim(node)
+    if dims is None or dims == []:
         return list(range(number))
-    return [dim % max(1, number) for dim in (given if isinstance(given, (list, tuple)) else [given])]
+    return [dim % max(1, number) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
 def _default_dim(node: Node) -> Any:
-    """None where the operator has no dimension: then it acts along all."""
+    """Return the default of `dim` or `dims`; None if the operator has neither and acts along all dimensions."""
     schema = node.target._schema  # type: ignore[union-attr]
-    return next((one.default_value for one in schema.arguments if one.name in ("dim", "dims")), None)
+    return next((argument.default_value for argument in schema.arguments if argument.name in ("dim", "dims")), None)
 
 
 def _without(layout: Layout, dim: int) -> tuple[Any, ...]:
@@ -326,17 +323,16 @@ def _without(layout: Layout, dim: int) -> tuple[Any, ...]:
 
 
 def _along_result(layout: Layout, dims: Sequence[int], shape: Sequence[Any]) -> Layout | None:
-    """What comes out of an operation along `dims`, with that `shape`."""
+    """Return the layout of a result with `shape` of an operation along `dims`."""
     if len(shape) == len(layout.dimensions):
-        kept = enumerate(zip(layout.dimensions, shape, strict=True))
-        return Layout(tuple(features(size) if dim in dims else dimension for dim, (dimension, size) in kept))
+        sized = enumerate(zip(layout.dimensions, shape, strict=True))
+        return Layout(tuple(features(size) if dim in dims else dimension for dim, (dimension, size) in sized))
     if len(shape) == len(layout.dimensions) - len(set(dims)):
         return Layout(tuple(dimension for dim, dimension in enumerate(layout.dimensions) if dim not in dims))
     return None
 
 
-def _same_shape_as(value: Any, layout_of: Callable[[Any], Layout | None]) -> Layouts:
-    """The layout of each tensor that an operation gives."""
+def _layouts_of(value: Any, layout_of: Callable[[Any], Layout | None]) -> Layouts:
     if isinstance(value, (tuple, list)):
         return tuple(layout_of(item.shape) for item in value)
     return layout_of(value.shape)

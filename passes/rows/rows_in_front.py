@@ -1,8 +1,8 @@
-"""Rows in front: the shape in which the rows of all branches are computed, whatever shape those of a branch have.
+"""The layout of all branches' rows together: [rows, features, ..], for any layout of the rows in one branch.
 
-A branch may have its rows anywhere: [ranks, 1, slots, width] has rows of two parts in dimensions 0 and 2. All branches
-together are [rows, width]: rows in the first dimension, and behind it the dimensions that stand behind the rows of a
-branch. Dimensions of one element in front of these are left out.
+A branch may have its rows anywhere: in [ranks, 1, slots, width] the rows are the product of dimensions 0 and 2. All
+branches together have rows in the first dimension, then the dimensions that follow the branch's rows. Dimensions of
+size 1 before the last dimension of rows are omitted.
 """
 
 from __future__ import annotations
@@ -16,54 +16,54 @@ from moepass.passes.rows.row_layout import Dimension, Layout, Part, size_of
 
 
 def is_innermost(dimension: Dimension) -> bool:
-    """True where a dimension holds the rows, or the innermost of the parts that they were taken apart into."""
-    return any(part.share is not None and all(place == 1 for _, place in part.share) for part in dimension)
+    """Return whether the dimension holds all rows, or the innermost of their factors."""
+    return any(factor.share is not None and all(half == 1 for _, half in factor.share) for factor in dimension)
 
 
 def rows_dim(layout: Layout) -> int:
-    """The dimension that the rows of a branch end in."""
+    """Return the dimension that holds the innermost factor of the rows."""
     return next(dim for dim, dimension in enumerate(layout.dimensions) if is_innermost(dimension))
 
 
 def features_behind(layout: Layout) -> list[int]:
-    """The sizes of the dimensions behind the rows. Raises NotThisForm where features stand elsewhere."""
-    place = rows_dim(layout)
-    front = layout.dimensions[: place + 1]
-    is_plain = all(part.is_rows for dimension in front for part in dimension)
-    if not is_plain or any(layout.has_rows_along(dim) for dim in range(place + 1, len(layout.dimensions))):
-        raise NotThisForm("it has features in front of its rows, or in one dimension with them")
-    sizes = [size_of(dimension) for dimension in layout.dimensions[place + 1 :]]
+    """Return the sizes of the dimensions after the rows. Raises NotThisForm if there are features elsewhere."""
+    last = rows_dim(layout)
+    front = layout.dimensions[: last + 1]
+    is_plain = all(factor.is_rows for dimension in front for factor in dimension)
+    if not is_plain or any(layout.has_rows_along(dim) for dim in range(last + 1, len(layout.dimensions))):
+        raise NotThisForm("it has features before its rows, or in one dimension with them")
+    sizes = [size_of(dimension) for dimension in layout.dimensions[last + 1 :]]
     if not all(size.is_Integer for size in sizes):
-        raise NotThisForm("it has a number of features that only a run tells")
+        raise NotThisForm("it has a number of features that is only known at run time")
     return list(map(int, sizes))
 
 
 def dim_in_front(layout: Layout, dim: int) -> int:
-    """Where dimension `dim` of a branch is when rows are in front. Raises NotThisForm where it is not there."""
-    place = rows_dim(layout)
+    """Return the dimension [rows, features, ..] of a branch's `dim`. Raises NotThisForm unless that is features."""
+    last = rows_dim(layout)
     dim %= len(layout.dimensions)
-    if dim <= place:
-        raise NotThisForm("it works along its rows, or in front of them")
-    return dim - place
+    if dim <= last:
+        raise NotThisForm("it works along its rows, or along a dimension before them")
+    return dim - last
 
 
 def shape_in_place(layout: Layout, total: Any) -> list[Any]:
-    """The shape of `total` rows where those of a branch lie: the innermost part is all of them, others are one."""
+    """Return a branch's shape for `total` rows: the innermost dimension of rows has all, its other ones size 1."""
     return [
-        total if is_innermost(dimension) else 1 if any(part.is_rows for part in dimension) else int(size_of(dimension))
+        total if is_innermost(dimension) else 1 if any(each.is_rows for each in dimension) else int(size_of(dimension))
         for dimension in layout.dimensions
     ]
 
 
 def row_parts(layout: Layout) -> list[Part]:
-    """The parts that rows were taken apart into, the outermost first."""
-    parts = [part for dimension in layout.dimensions for part in dimension if part.is_rows]
-    return sorted(parts, key=lambda part: part.share or ())
+    """Return the factors of the rows, outermost first."""
+    factors = [factor for dimension in layout.dimensions for factor in dimension if factor.is_rows]
+    return sorted(factors, key=lambda factor: factor.share or ())
 
 
 def trailing(shape: Sequence[Any], behind: int) -> list[Any]:
-    """The last `behind` sizes of something that rows meet. Raises NotThisForm where others are more than one."""
+    """Return the last `behind` sizes of an operand without rows. Raises NotThisForm unless the others are 1."""
     front = len(shape) - min(len(shape), behind)
     if any(size_expression(size) != 1 for size in shape[:front]):
-        raise NotThisForm("it meets rows with another value for each of them")
+        raise NotThisForm("it combines rows with a different value for each row")
     return list(shape[front:])

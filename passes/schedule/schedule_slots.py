@@ -26,7 +26,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.hoist_token_return import block_ends
-from moepass.passes.blocks.sink_token_gather import with_lookup
+from moepass.passes.blocks.sink_token_gather import first_expert_node
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
 from moepass.passes.ir.bank_format import ENCODED_BUFFERS
 from moepass.passes.ir.plan import Plan
@@ -89,7 +89,7 @@ def _insert_after(
 
 def _insert_acquire(stay: Lifetime, slot: int, filled: Node) -> Node:
     graph = filled.graph
-    begin = with_lookup(stay.first_reader)
+    begin = first_expert_node(stay.first_reader)
     with graph.inserting_before(begin):
         node = graph.call_function(acquire, (filled,), {"bank": stay.bank, "slot": slot})
     node.meta = dict(stay.gather.meta)

@@ -62,7 +62,7 @@ class ScheduleFacts:
     Attributes:
         host_order: position of each node in host order
         encoded: indices of the encoded banks
-        order: the happens-before graph, of nodes on the compute stream and work on the streams beside it
+        order: the happens-before graph, of nodes on the compute stream and work on other streams
         last_decodes: the last decode from the encoded buffer of each prefetch of an encoded bank; None if its buffer is
             fresh. Prefetches for which no buffer is free are missing
     """

@@ -138,7 +138,7 @@ def _return_by_output(node: Node) -> TokenReturn | None:
     back = token_return(node)
     if back is None or back.order.op != "placeholder" or len(node.users) != 1:
         return None
-    return back if all(len(used.users) == 1 for used in (back.rows, *back.making_inverse)) else None
+    return back if all(len(used.users) == 1 for used in (back.rows, *back.inverse_nodes)) else None
 
 
 def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
@@ -166,7 +166,7 @@ def _values_with_rows(
     rows: set[Node] = set()
     # The number of experts may equal the number of rows, so weights are excluded explicitly.
     weights = {view_source(gemm.weights) for gemm in gemms}
-    returning = set(returns).union(*(back.making_inverse for back in returns.values()))
+    returning = set(returns).union(*(back.inverse_nodes for back in returns.values()))
     for node in graph.nodes:
         if node in returning:
             continue

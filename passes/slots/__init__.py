@@ -1,4 +1,4 @@
-"""Slots of experts: those that nobody reads are not computed, and one-hot masks that fill and read them are lookups.
+"""Capacity slots of experts: computes only those that are read, and rewrites one-hot masks as lookups.
 
 May import dense, loops, rows, blocks, graph, ops, ir.
 """

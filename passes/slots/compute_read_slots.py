@@ -1,22 +1,22 @@
-"""Compute of the slots of experts those that are read.
+"""Compute only the capacity slots that are read.
 
-Where experts have fixed numbers of slots, [experts, capacity, ..], most are empty when routing is uneven, and tokens
-that found no slot are dropped. All slots are computed before each token looks its own up. But an expert computes every
-row alone, so the lookup can go first: f(x)[slot] = f(x[slot]), whichever slots are read, and however often.
+Experts with a fixed number of capacity slots, [experts, capacity, ..], compute all slots before tokens look up theirs.
+With uneven routing most slots are empty, and tokens without a slot are dropped. Experts compute every row
+independently, so the lookup can come first: f(x)[slot] = f(x[slot]), for any slots, read any number of times.
 
 Contract
-    in    a graph of grouped GEMMs, as many rows for each expert, or of batches with the weights of all experts
-    out   the same graph, where a block whose slots are read by lookups alone computes the rows that are looked up,
-          sorted by expert; equal up to the rounding of GEMMs. What is looked up beside the slots, as the row of
-          zeros of a dropped token, is computed by no expert. Blocks with fewer slots than lookups stay as they are
+    in    a graph of grouped GEMMs with equally many rows for each expert, or of batched GEMMs with all experts' weights
+    out   the same graph, in which a block whose slots are read only by lookups computes the rows that are looked up,
+          sorted by expert; equal up to the rounding of GEMMs. Rows that are no slots, such as the row of zeros of a
+          dropped token, are computed by no expert. Blocks with fewer slots than lookups stay unchanged.
 
 Pseudo-code
-    for each block whose experts have as many rows each:
-        find what reads its results: lookups in one table of slots, and rows of one number beside them
-        of each lookup the expert and the slot, by the same lookup in tables of numbers: it fails where it failed
-        sort by expert; what is no slot goes last, beyond the last expert's rows
-        rows, and whatever has something for each slot, of the slots in this order
-        the experts once more on these rows; the number in place of what they did not compute; back in order
+    for each block whose experts have equally many rows:
+        find the readers of its results: lookups in one table of slots, with rows of one number before or after them
+        find the expert and slot of each lookup with the same indices, so that invalid ones fail as before
+        sort by expert; rows that are no slots go last, after the last expert's rows
+        look up the rows of these slots, and in the same way any other operand that has one row for each slot
+        compute the experts on these rows; write the number to rows that are no slots; restore the order
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @graph_pass(conflicts={"blocks"})
 def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Look slots up before the experts compute them."""
+    """Move the lookups of slots before the experts."""
     if next(last_gemms(module.graph), None) is None and not any(map(_has_slots, find_blocks(module.graph).matches)):
         return PassResult(module, plan)
     changed = copy_graph_module(module)
@@ -57,15 +57,15 @@ def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) ->
         if not _has_slots(match):
             continue
         try:
-            _take(changed.graph, match)
+            _move_lookups(changed.graph, match)
         except NotThisForm:
             continue
         matches.append(match.record.name)
     for name in [gemm.node.name for gemm in last_gemms(changed.graph)]:
-        taken = _of_batches(changed, name)
-        if taken is not None:
-            changed, of_block = taken
-            matches.append(of_block)
+        rewritten = _rewrite_batched(changed, name)
+        if rewritten is not None:
+            changed, block_name = rewritten
+            matches.append(block_name)
     if not matches:
         return PassResult(module, plan)
     changed.graph.lint()
@@ -73,21 +73,19 @@ def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) ->
     return PassResult(changed, plan, tuple(matches))
 
 
-def _of_batches(module: GraphModule, name: str) -> tuple[GraphModule, str] | None:
-    """A copy of `module` where the experts whose last GEMM has that name, slot by slot in a batch of all experts,
-    compute what is read; None where they cannot, or need not.
-    """
+def _rewrite_batched(module: GraphModule, name: str) -> tuple[GraphModule, str] | None:
+    """Return a copy of `module` with the batched experts of this last GEMM rewritten, and the block's name, or None."""
     trial = copy_graph_module(module)
     lookups_of_gathers(trial.graph)
-    gemm = next((one for one in last_gemms(trial.graph) if one.node.name == name), None)
+    gemm = next((each for each in last_gemms(trial.graph) if each.node.name == name), None)
     try:
         if gemm is None:
             return None
         last = group_slots(trial.graph, gemm)
-        match = next((one for one in find_blocks(trial.graph).matches if one.gemms[-1].node is last), None)
+        match = next((block for block in find_blocks(trial.graph).matches if block.gemms[-1].node is last), None)
         if match is None:
             return None
-        _take(trial.graph, match)
+        _move_lookups(trial.graph, match)
     except NotThisForm:
         return None
     return trial, match.record.name
@@ -101,172 +99,171 @@ def _has_slots(match: BlockMatch) -> bool:
     return match.record.form == "grouped_mm"
 
 
-def _take(graph: Graph, match: BlockMatch) -> None:
-    """Let the lookups of a block's slots go before its experts. Raises NotThisForm; the graph is then as before."""
-    experts, each = even_groups(match.gemms[-1].key)
+def _move_lookups(graph: Graph, match: BlockMatch) -> None:
+    """Move the lookups of a block's slots before its experts. Raises NotThisForm, with the graph unchanged."""
+    experts, capacity = even_groups(match.gemms[-1].key)
     slots = size_expression(fake_value(match.gemms[0].activations).shape[0])
-    if slots == 1 or sympy.expand(experts * size_expression(each) - slots) != 0 or experts != match.record.experts:
-        raise NotThisForm("its experts have other rows than its slots")
-    found = read_table(match)
-    if not _pays(found, fake_value(match.gemms[0].activations).shape[0]):
-        raise NotThisForm("more is looked up than there are slots")
-    first = found.lookups[0]
-    _bring_forward(found, first)
+    if slots == 1 or sympy.expand(experts * size_expression(capacity) - slots) != 0 or experts != match.record.experts:
+        raise NotThisForm("its experts compute rows that are no slots")
+    reads = read_table(match)
+    if not _saves_rows(reads, fake_value(match.gemms[0].activations).shape[0]):
+        raise NotThisForm("more rows are looked up than there are slots")
+    first = reads.lookups[0]
+    _move_ids(reads, first)
     first_gemms = [gemm.node for gemm in match.gemms if gemm.activations is match.gemms[0].activations]
-    inside = nodes_between(first_gemms, found.slots)
+    inside = nodes_between(first_gemms, reads.slots)
     writer = GraphWriter(graph, first)
     try:
         with graph.inserting_before(first):
-            results = _Lookups(writer, match, found, experts, each).write(inside)
-            for lookup, result in zip(found.lookups, results, strict=True):
+            results = _LookupWriter(writer, match, reads, experts, capacity).write(inside)
+            for lookup, result in zip(reads.lookups, results, strict=True):
                 old, new = fake_value(lookup), fake_value(result)
                 if (old.dtype, str(old.shape)) != (new.dtype, str(new.shape)):
-                    raise NotThisForm(f"it gives {list(new.shape)} where it gave {list(old.shape)}")
+                    raise NotThisForm(f"its result would be {list(new.shape)}, not {list(old.shape)}")
     except NotThisForm:
         writer.erase()
         raise
-    for lookup, result in zip(found.lookups, results, strict=True):
+    for lookup, result in zip(reads.lookups, results, strict=True):
         lookup.replace_all_uses_with(result)
         erase_unread(graph, lookup)
-    assert match.gemms[-1].node not in graph.nodes, "nothing but the lookups read the slots"
+    assert match.gemms[-1].node not in graph.nodes, "only the lookups read the slots"
 
 
-def _bring_forward(found: ReadTable, first: Node) -> None:
-    """Let what the ids of all lookups are computed from stand before the first of them. Raises NotThisForm."""
-    late = list(ancestors(*(ids for ids in found.ids if not ids < first), follow=lambda used: not used < first))
+def _move_ids(reads: ReadTable, first: Node) -> None:
+    """Move the computation of all lookups' indices before the lookup `first`. Raises NotThisForm."""
+    late = list(ancestors(*(ids for ids in reads.ids if not ids < first), follow=lambda used: not used < first))
     for node in late:
-        if node in found.lookups:
-            raise NotThisForm("a lookup reads numbers that are computed of what another one gives")
+        if node in reads.lookups:
+            raise NotThisForm("the indices of a lookup depend on the result of another one")
         if mutates(node) or draws_random_numbers(node) or communication_of(node) is not None:
-            raise NotThisForm(f"{named(node)} has to stay where it is")
+            raise NotThisForm(f"{named(node)} cannot be moved")
     for node in sorted(late):
         first.prepend(node)
 
 
-def _pays(found: ReadTable, slots: Any) -> bool:
-    """True where no more is looked up than there are slots, by the sizes at the capture as far as these are known."""
-    read = sum(fake_value(ids).numel() for ids in found.ids)
+def _saves_rows(reads: ReadTable, slots: Any) -> bool:
+    """Return whether at most as many rows are looked up as there are slots, by known sizes and hints."""
+    read = sum(fake_value(ids).numel() for ids in reads.ids)
     if any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in (read, slots)):
         return True
-    of_lookups, of_slots = (size.node.hint if isinstance(size, torch.SymInt) else size for size in (read, slots))
-    return bool(of_lookups <= of_slots)
+    read_hint, slots_hint = (size.node.hint if isinstance(size, torch.SymInt) else size for size in (read, slots))
+    return bool(read_hint <= slots_hint)
 
 
-class _Lookups:
-    """Writes the lookups of `found` before the experts of `match`, each of which has `each` slots."""
+class _LookupWriter:
+    """A writer of the lookups in `reads` before the experts of `match`, which have `capacity` slots each."""
 
-    def __init__(self, writer: GraphWriter, match: BlockMatch, found: ReadTable, experts: int, each: Any) -> None:
-        self.writer, self.match, self.found = writer, match, found
-        self.experts, self.each = experts, each
+    def __init__(self, writer: GraphWriter, match: BlockMatch, reads: ReadTable, experts: int, capacity: Any) -> None:
+        self.writer, self.match, self.reads = writer, match, reads
+        self.experts, self.capacity = experts, capacity
         self.rows = match.gemms[0].activations
         self.device = fake_value(self.rows).device
-        self._known: dict[Node, Node] = {}
+        self._rows_by_source: dict[Node, Node] = {}
 
     def write(self, inside: list[Node]) -> list[Node]:
-        """What the lookups give. Raises NotThisForm."""
-        writer, found = self.writer, self.found
-        expert = self._of_all(self._expert_of_slots())
+        """Return the results of the lookups. Raises NotThisForm."""
+        writer, reads = self.writer, self.reads
+        expert = self._read_numbers(self._expert_of_slots())
         sorted_experts = writer.emit(aten.sort.stable, expert, stable=True)
         sorted_expert, order = writer.getitem(sorted_experts, 0), writer.getitem(sorted_experts, 1)
         count = writer.size(order, 0)
         every = writer.arange(self._slots(), self.device)
-        slot = writer.emit(aten.index.Tensor, self._of_all(self._with_others(every, 0)), [order])
+        slot = writer.emit(aten.index.Tensor, self._read_numbers(self._with_fillers(every, 0)), [order])
         computed = RowsOfLookups(
             writer,
             {gemm.node: gemm for gemm in self.match.gemms},
-            {self.rows: self._looked_up(self.rows, slot)},
+            {self.rows: self._rows_of_slots(self.rows, slot)},
             size_expression(fake_value(self.rows).shape[0]),
             count,
             self._ends(sorted_expert, count),
-            lambda used: self._looked_up(used, slot),
+            lambda used: self._rows_of_slots(used, slot),
         ).write(inside)
-        if found.fill is not None:
+        if reads.fill is not None:
             value = fake_value(computed)
             column = writer.emit(aten.eq.Scalar, sorted_expert, self.experts)
             for _ in range(value.dim() - 1):
                 column = writer.emit(aten.unsqueeze.default, column, -1)
-            fill = writer.emit(aten.scalar_tensor.default, found.fill, dtype=value.dtype, device=self.device)
+            fill = writer.emit(aten.scalar_tensor.default, reads.fill, dtype=value.dtype, device=self.device)
             computed = writer.emit(aten.where.self, column, fill, computed)
         memory = writer.emit(aten.empty_like.default, order)
         inverse = writer.emit(aten.index_put.default, memory, [order], writer.arange(count, self.device))
-        return self._apart(writer.emit(aten.index.Tensor, computed, [inverse]))
+        return self._split_by_lookup(writer.emit(aten.index.Tensor, computed, [inverse]))
 
     def _slots(self) -> Any:
         return self.writer.size(self.rows, 0)
 
     def _expert_of_slots(self) -> Node:
-        """The expert of each row of the table; of rows that are no slots, one more than there are."""
+        """Return the expert of each row of the table; the number of experts for rows that are no slots."""
         writer = self.writer
         column = writer.emit(aten.unsqueeze.default, writer.arange(self.experts, self.device), -1)
-        wide = writer.emit(aten.expand.default, column, [self.experts, self.each])
-        return self._with_others(writer.emit(aten.reshape.default, wide, [-1]), self.experts)
+        wide = writer.emit(aten.expand.default, column, [self.experts, self.capacity])
+        return self._with_fillers(writer.emit(aten.reshape.default, wide, [-1]), self.experts)
 
-    def _with_others(self, of_slots: Node, number: int) -> Node:
-        """A table of numbers: those of the slots, and `number` where the table of rows has others."""
-        parts = [of_slots]
-        for rows, is_before in ((self.found.before, True), (self.found.behind, False)):
+    def _with_fillers(self, slot_numbers: Node, number: int) -> Node:
+        """Return `slot_numbers` with `number` for each filled row of the table before or after the slots."""
+        parts = [slot_numbers]
+        for rows, is_before in ((self.reads.before, True), (self.reads.after, False)):
             if rows:
-                other = self.writer.emit(aten.full.default, [rows], number, dtype=torch.int64, device=self.device)
-                parts.insert(0 if is_before else len(parts), other)
+                filler = self.writer.emit(aten.full.default, [rows], number, dtype=torch.int64, device=self.device)
+                parts.insert(0 if is_before else len(parts), filler)
         return parts[0] if len(parts) == 1 else self.writer.emit(aten.cat.default, parts)
 
-    def _of_all(self, table: Node) -> Node:
-        """What all lookups would find in a `table` of numbers, one after the other."""
-        found = []
-        for lookup, ids in zip(self.found.lookups, self.found.ids, strict=True):
-            given = (0, ids) if is_call(lookup, aten.index_select.default) else ([ids],)
-            numbers = self.writer.emit(lookup.target, table, *given)  # type: ignore[arg-type]
+    def _read_numbers(self, table: Node) -> Node:
+        """Return the numbers in `table` at the indices of all lookups, concatenated."""
+        read = []
+        for lookup, ids in zip(self.reads.lookups, self.reads.ids, strict=True):
+            indices = (0, ids) if is_call(lookup, aten.index_select.default) else ([ids],)
+            numbers = self.writer.emit(lookup.target, table, *indices)  # type: ignore[arg-type]
             is_vector = fake_value(numbers).dim() == 1
-            found.append(numbers if is_vector else self.writer.emit(aten.reshape.default, numbers, [-1]))
-        return found[0] if len(found) == 1 else self.writer.emit(aten.cat.default, found)
+            read.append(numbers if is_vector else self.writer.emit(aten.reshape.default, numbers, [-1]))
+        return read[0] if len(read) == 1 else self.writer.emit(aten.cat.default, read)
 
-    def _apart(self, rows: Node) -> list[Node]:
-        """What each lookup gives, of what all of them give."""
-        writer, found = self.writer, []
+    def _split_by_lookup(self, rows: Node) -> list[Node]:
+        writer, results = self.writer, []
         start: Any = 0
-        for ids in self.found.ids:
-            value, own = fake_value(ids), rows
-            if len(self.found.lookups) > 1:
+        for ids in self.reads.ids:
+            value, result = fake_value(ids), rows
+            if len(self.reads.lookups) > 1:
                 sizes = [writer.size(ids, dim) for dim in range(value.dim())]
                 count: Any = 1
                 for size in sizes:
                     count = writer.product(count, size)
                 is_number = isinstance(start, int) and isinstance(count, int)
                 end = start + count if is_number else writer.emit(operator.add, start, count)
-                own = writer.emit(aten.slice.Tensor, rows, 0, start, end)
+                result = writer.emit(aten.slice.Tensor, rows, 0, start, end)
                 start = end
             if value.dim() != 1:
                 features = [int(size) for size in fake_value(rows).shape[1:]]
-                own = writer.viewed(own, [*(writer.size(ids, dim) for dim in range(value.dim())), *features])
-            found.append(own)
-        return found
+                result = writer.viewed(result, [*(writer.size(ids, dim) for dim in range(value.dim())), *features])
+            results.append(result)
+        return results
 
     def _ends(self, sorted_expert: Node, count: Any) -> Node:
-        """Where each expert's rows end: int32 [experts]."""
+        """Return the end of each expert's rows: int32 [experts]."""
         writer = self.writer
         like = {"dtype": torch.int64, "device": self.device}
-        # One more for what no expert computes.
+        # One more, for rows that no expert computes.
         counts = writer.emit(aten.full.default, [self.experts + 1], 0, **like)
         ones = writer.emit(aten.full.default, [count], 1, **like)
         counts = writer.emit(aten.scatter_add.default, counts, 0, sorted_expert, ones)
-        own = writer.emit(aten.slice.Tensor, counts, 0, 0, self.experts)
-        return writer.emit(prims.convert_element_type.default, writer.emit(aten.cumsum.default, own, 0), torch.int32)
+        sizes = writer.emit(aten.slice.Tensor, counts, 0, 0, self.experts)
+        return writer.emit(prims.convert_element_type.default, writer.emit(aten.cumsum.default, sizes, 0), torch.int32)
 
-    def _looked_up(self, source: Node, slot: Node) -> Node:
-        """The rows `slot` of `source`; where that is looked up itself, from where it is looked up."""
-        if source not in self._known:
+    def _rows_of_slots(self, source: Node, slot: Node) -> Node:
+        """Return rows `slot` of `source`, looked up in the original table if `source` is itself a lookup."""
+        if source not in self._rows_by_source:
             table, ids = source, slot
             origin = _before_views(source)
             if is_lookup_of_rows(origin) and fake_value(ids_of_lookup(origin)[1]).dim() == 1:
                 table, numbers = ids_of_lookup(origin)
-                ids = self._looked_up(numbers, slot)
-            self._known[source] = self.writer.emit(aten.index.Tensor, self._with_a_row(table), [ids])
-        return self._known[source]
+                ids = self._rows_of_slots(numbers, slot)
+            self._rows_by_source[source] = self.writer.emit(aten.index.Tensor, self._nonempty(table), [ids])
+        return self._rows_by_source[source]
 
-    def _with_a_row(self, table: Node) -> Node:
-        """`table`; with a row behind it where lookups of what is no slot, which read its first row, may find none."""
+    def _nonempty(self, table: Node) -> Node:
+        """Return `table`, with a row of zeros appended if it may be empty: rows that are no slots look up index 0."""
         value = fake_value(table)
-        if self.found.fill is None or _is_positive(value.shape[0]):
+        if self.reads.fill is None or _is_positive(value.shape[0]):
             return table
         features = [int(size) for size in value.shape[1:]]
         row = self.writer.emit(aten.full.default, [1, *features], 0, dtype=value.dtype, device=self.device)
@@ -280,7 +277,7 @@ def _is_positive(size: Any) -> bool:
 
 
 def _before_views(node: Node) -> Node:
-    """What `node` is the same elements of, in the same shape; itself where it is no view back to its own shape."""
+    """Return the first tensor in the chain of views that ends at `node` with the same shape."""
     shape = [*map(size_expression, fake_value(node).shape)]
     viewed = first_inputs(node, lambda step: has_trait(step, Trait.RESHAPE))
     return [source for source in viewed if [*map(size_expression, fake_value(source).shape)] == shape][-1]

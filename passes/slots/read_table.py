@@ -1,4 +1,4 @@
-"""The slots of a block's experts, and the lookups that read them."""
+"""Lookups that read the capacity slots of a block's experts."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from moepass.passes.ops.walk import descendants, first_inputs, origin
 
 aten = torch.ops.aten
 
-# Of the operations behind the experts, before their slots are looked up; a walk that meets more has left them.
+# Limit for the operations between the experts and the lookups; a walk that meets more has left the block.
 _MOST_NODES = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadTable:
-    """`lookups` read rows of `table`: `slots` [slots, ..], and `before` and `behind` them rows of one number, `fill`.
+    """The `lookups` of rows of a `table`, which are the only readers of the experts' results.
 
-    Nothing else reads what the experts compute.
+    The table has rows filled with the number `fill`: `before` of them, then the `slots` [slots, ..], then `after`.
     """
 
     lookups: tuple[Node, ...]
     table: Node
     slots: Node
     before: Any = 0
-    behind: Any = 0
+    after: Any = 0
     fill: float | None = None
 
     @property
@@ -47,7 +47,7 @@ class ReadTable:
 def read_table(match: BlockMatch) -> ReadTable:
     """Return the readers of the slots of a block's experts. Raises NotThisForm unless all are lookups of rows."""
     lookups, between = _readers(match.gemms[-1].node)
-    tables = {_whole(ids_of_lookup(lookup)[0]) for lookup in lookups}
+    tables = {_without_views(ids_of_lookup(lookup)[0]) for lookup in lookups}
     if len(tables) != 1:
         raise NotThisForm(f"its slots are read by lookups in {len(tables)} tables")
     (table,) = tables
@@ -55,16 +55,16 @@ def read_table(match: BlockMatch) -> ReadTable:
 
 
 def ids_of_lookup(node: Node) -> tuple[Node, Node]:
-    """The table whose rows `node` looks up, and their numbers. Raises NotThisForm where it is no such lookup."""
+    """Return the table whose rows `node` looks up, and the indices. Raises NotThisForm for other nodes."""
     if is_call(node, aten.index_select.default, aten.index.Tensor):
-        given = all_arguments(node)
-        source = given["self"]
-        ids = [given["index"]] if "index" in given else list(given["indices"])
+        arguments = all_arguments(node)
+        source = arguments["self"]
+        ids = [arguments["index"]] if "index" in arguments else list(arguments["indices"])
         dims = fake_value(source).dim()
-        is_of_rows = given.get("dim", 0) % max(1, dims) == 0 and len(ids) == 1 and dims > 1
+        is_of_rows = arguments.get("dim", 0) % max(1, dims) == 0 and len(ids) == 1 and dims > 1
         if is_of_rows and isinstance(ids[0], Node) and fake_value(ids[0]).dtype in (torch.int32, torch.int64):
             return source, ids[0]
-    raise NotThisForm(f"{named(node)} is no lookup of rows")
+    raise NotThisForm(f"{named(node)} is not a lookup of rows")
 
 
 def is_lookup_of_rows(node: Node) -> bool:
@@ -76,22 +76,22 @@ def is_lookup_of_rows(node: Node) -> bool:
 
 
 def even_groups(ends: Node) -> tuple[int, Any]:
-    """Number of experts, and rows of each, where `ends` says that all have as many. Raises NotThisForm."""
+    """Return the number of experts, and of rows of each, if all have equally many. Raises NotThisForm."""
     chain = [*first_inputs(ends, lambda step: has_trait(step, Trait.CAST, Trait.COPY))]
     if is_call(chain[-1], aten.cumsum.default):
         chain.append(all_arguments(chain[-1])["self"])
-        # In a smaller type the ends of many rows would be other numbers.
+        # The ends of many rows may overflow a smaller type.
         is_exact = all(fake_value(node).dtype in (torch.int32, torch.int64) for node in chain)
         if is_exact and is_call(chain[-1], aten.full.default):
-            given = all_arguments(chain[-1])
-            size, each = given["size"], given["fill_value"]
+            arguments = all_arguments(chain[-1])
+            size, each = arguments["size"], arguments["fill_value"]
             if len(size) == 1 and isinstance(size[0], int) and isinstance(each, (int, Node)):
                 return size[0], each
     raise NotThisForm(f"{named(ends)} does not say that all experts have as many rows")
 
 
 def _readers(down: Node) -> tuple[list[Node], set[Node]]:
-    """The lookups that end all ways from `down`, in their order, and what stands on these ways. Raises NotThisForm."""
+    """Return the sorted lookups at the end of every path from `down`, and all nodes before them. Raises NotThisForm."""
     lookups: dict[Node, None] = {}
     between: set[Node] = set()
     for user in descendants(down, stop=is_lookup_of_rows):
@@ -99,16 +99,16 @@ def _readers(down: Node) -> tuple[list[Node], set[Node]]:
             lookups[user] = None
             continue
         if user.op != "call_function" or not user.users or len(between) > _MOST_NODES:
-            raise NotThisForm(f"its slots are read by more than lookups, {named(user)} for one")
+            raise NotThisForm(f"its slots are read by {named(user)}, which is not a lookup")
         between.add(user)
     for lookup in lookups:
         table, ids = ids_of_lookup(lookup)
         if table not in between or ids in between:
-            raise NotThisForm(f"{named(lookup)} looks up by what the experts compute")
+            raise NotThisForm(f"{named(lookup)} looks up with indices that the experts compute")
     return sorted(lookups), between
 
 
-def _whole(node: Node) -> Node:
+def _without_views(node: Node) -> Node:
     """Return `node` without operations that return the same elements in the same shape."""
 
     def is_same(step: Node) -> bool:
@@ -118,32 +118,32 @@ def _whole(node: Node) -> Node:
 
 
 def _table(lookups: tuple[Node, ...], table: Node, between: set[Node]) -> ReadTable:
-    given = all_arguments(table) if table.op == "call_function" else {}
-    if is_call(table, aten.cat.default) and given.get("dim", 0) % fake_value(table).dim() == 0:
-        parts = list(given["tensors"])
-        fills = {part: fill_number(part) for part in parts}
-        (slots, *others) = [part for part in parts if fills[part] is None] or [table]
+    arguments = all_arguments(table) if table.op == "call_function" else {}
+    if is_call(table, aten.cat.default) and arguments.get("dim", 0) % fake_value(table).dim() == 0:
+        tensors = list(arguments["tensors"])
+        fills = {tensor: fill_number(tensor) for tensor in tensors}
+        (slots, *more) = [tensor for tensor in tensors if fills[tensor] is None] or [table]
         numbers = {fill for fill in fills.values() if fill is not None}
-        types = {fake_value(part).dtype for part in parts}
-        if others or slots not in between or len(numbers) != 1 or len(types) != 1:
-            raise NotThisForm(f"{named(table)} puts the slots beside something other than rows of one number")
-        place = parts.index(slots)
-        before, behind = (_rows_of_all(some) for some in (parts[:place], parts[place + 1 :]))
-        return ReadTable(lookups, table, slots, before, behind, numbers.pop())
+        types = {fake_value(tensor).dtype for tensor in tensors}
+        if more or slots not in between or len(numbers) != 1 or len(types) != 1:
+            raise NotThisForm(f"{named(table)} joins the slots with something other than rows of one number")
+        index = tensors.index(slots)
+        before, after = (_total_rows(fillers) for fillers in (tensors[:index], tensors[index + 1 :]))
+        return ReadTable(lookups, table, slots, before, after, numbers.pop())
     if is_call(table, aten.constant_pad_nd.default):
-        source, pad = given["self"], list(given["pad"])
+        source, pad = arguments["self"], list(arguments["pad"])
         dims = fake_value(source).dim()
         if source in between and len(pad) == 2 * dims and not any(pad[:-2]) and all(size >= 0 for size in pad[-2:]):
-            return ReadTable(lookups, table, source, pad[-2], pad[-1], given.get("value", 0))
+            return ReadTable(lookups, table, source, pad[-2], pad[-1], arguments.get("value", 0))
     if table not in between:
-        raise NotThisForm(f"{named(table)} is not what its experts compute")
+        raise NotThisForm(f"{named(table)} is not a result of its experts")
     return ReadTable(lookups, table, table)
 
 
-def _rows_of_all(nodes: Sequence[Node]) -> int:
+def _total_rows(nodes: Sequence[Node]) -> int:
     sizes = [fake_value(node).shape[0] for node in nodes]
     if not all(isinstance(size, int) for size in sizes):
-        raise NotThisForm("a number of rows that only a run tells stands beside the slots")
+        raise NotThisForm("the slots are joined with a number of rows that is only known at run time")
     return sum(sizes)
 
 

@@ -1,7 +1,7 @@
-"""Write what a block's experts compute for the slots once more, for other rows: those that are looked up.
+"""Repeat the computation of a block's experts, for the rows that are looked up instead of all slots.
 
-The rows of the slots are followed from the first GEMMs to what is looked up, operation by operation
-(`passes/rows/row_rules.py`): every row stays one row. Every value is written with the new rows in front, [rows, ..].
+The slots' rows are followed from the first GEMMs to the lookups, operation by operation (`passes/rows/row_rules.py`),
+because the experts must keep rows separate. Every value is written as [rows, ..].
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
 from moepass.passes.rows.row_rules import Layouts, RowRules, fits
 from moepass.passes.rows.rows_in_front import features_behind
 
-# These look values up by what rows say, or multiply matrices of rows; neither stands between the GEMMs of experts.
-
 
 def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
-    """Return the nodes by which `end` is computed from `starts`, and the `starts` that it needs, in order."""
+    """Return, in graph order, the nodes from `starts` to `end`, including those of `starts` that `end` needs."""
     depends = set(starts)
     for node in end.graph.nodes:
         if any(used in depends for used in node.all_input_nodes):
@@ -40,10 +38,10 @@ def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
 
 
 class RowsOfLookups(RowRules):
-    """Writes for `count` rows what was computed for `slots` of them.
+    """A writer that computes `count` new rows in place of the `slots`.
 
-    `rows` are the new ones of what is computed with first, `gemms` those of experts, for which `ends` tells which
-    expert each row has. `looked_up` gives the new rows of anything else that has one for each slot.
+    `rows` maps the first operands to their new rows, `gemms` has the experts' GEMMs, and `ends` the ends of these
+    new rows. `looked_up` returns the new rows of another operand that has one row for each slot.
     """
 
     def __init__(
@@ -59,12 +57,12 @@ class RowsOfLookups(RowRules):
         super().__init__((), {})
         self.writer, self.slots, self.count, self.ends = writer, slots, count, ends
         self._gemms = gemms
-        self._new_rows_of = looked_up
+        self._look_up = looked_up
         self._values: dict[Node, Node] = dict(rows)
         self._layouts.update({node: rows_first(fake_value(node).shape) for node in rows})
 
     def write(self, nodes: Iterable[Node]) -> Node:
-        """The last of `nodes` for the new rows. Raises NotThisForm."""
+        """Write `nodes` for the new rows; return the last. Raises NotThisForm."""
         inside = list(nodes)
         for node in inside:
             self._values[node] = self._grouped_gemm(node) if node in self._gemms else self._step(node, set(inside))
@@ -76,17 +74,17 @@ class RowsOfLookups(RowRules):
     def _grouped_gemm(self, node: Node) -> Node:
         gemm = self._gemms[node]
         if not is_grouped_gemm(node) or not self._layout(gemm.activations).is_by_row:
-            self._refuse(node, "is no grouped GEMM of the slots")
+            self._refuse(node, "is not a grouped GEMM of the slots")
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        extra = {name: value for name, value in given.items() if name not in names[:3] and value is not None}
+        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        extra = {name: value for name, value in arguments.items() if name not in names[:3] and value is not None}
         if any(isinstance(value, Node) for value in extra.values()):
             self._refuse(node, "adds something to its products")
         self._layouts[node] = rows_first(fake_value(node).shape)
         return self.writer.emit(
             node.target,  # type: ignore[arg-type]
             self._values[gemm.activations],
-            given[names[1]],
+            arguments[names[1]],
             self.ends,
             **extra,
         )
@@ -94,79 +92,79 @@ class RowsOfLookups(RowRules):
     def _step(self, node: Node, inside: set[Node]) -> Node:
         base = base_operation(node)
         if has_trait(node, Trait.ITEM):
-            source, place = node.args
+            source, position = node.args
             assert isinstance(source, Node)
-            self._layouts[node] = several(self._layouts[source])[place]  # type: ignore[index]
-            return self.writer.getitem(self._values[source], place)  # type: ignore[arg-type]
+            self._layouts[node] = several(self._layouts[source])[position]  # type: ignore[index]
+            return self.writer.getitem(self._values[source], position)  # type: ignore[arg-type]
         self._check_operator(node, base)
         for used in node.all_input_nodes:
-            self._take(used, inside)
-        self._layouts[node] = found = self.with_rows(node)
-        self._check_result(node, found)
-        layout = several(found)[0]
+            self._add_operand(used, inside)
+        self._layouts[node] = layouts = self.with_rows(node)
+        self._check_result(node, layouts)
+        layout = several(layouts)[0]
         assert layout is not None
         if has_trait(node, Trait.RESHAPE):
-            return self.writer.viewed(self._only_rows(node), [self.count, *features_behind(layout)])
+            return self.writer.viewed(self._new_rows(node), [self.count, *features_behind(layout)])
         by_row = [self._layout(used).is_by_row for used in node.all_input_nodes if self._has_rows(used)]
         if not all(by_row) and not (has_trait(node, Trait.ELEMENTWISE) and len(node.all_input_nodes) == 1):
             self._refuse(node, "has its rows in several dimensions")
         if node in self._whole:
-            return self._only_rows(node)
+            return self._new_rows(node)
         if base == "expand":
-            rows = self._only_rows(node)
+            rows = self._new_rows(node)
             if fake_value(rows).dim() != len(layout.dimensions):
-                self._refuse(node, "puts dimensions in front of its rows")
+                self._refuse(node, "adds dimensions before its rows")
             written = self.writer.emit(node.target, rows, [self.count, *features_behind(layout)])  # type: ignore[arg-type]
         else:
             if any(isinstance(fake_value(used), torch.SymInt) for used in node.all_input_nodes):
                 self._refuse(node, "computes with a size")
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._values.get(used, used))
             written = self.writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        self._check_written(node, found, written)
+        self._check_written(node, layouts, written)
         return written
 
     def _check_operator(self, node: Node, base: str) -> None:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-            self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
+            self._refuse(node, "is not an ATen operator, so that its effect on rows is unknown")
         is_repeated = base not in ("bmm", "gather", "scatter", "scatter_add")
         is_repeated = is_repeated and not has_trait(node, Trait.GROUP_NORM, Trait.FILL)
         if mutates(node) or draws_random_numbers(node) or not is_repeated:
-            self._refuse(node, "is no operation that can be repeated for other rows")
+            self._refuse(node, "is not an operation that moepass repeats for other rows")
         for value in several(fake_value(node)):
-            # Rows that no expert computes hold anything: to look something up by them, or to divide by them, may fail.
+            # Rows that no expert computes are uninitialised, so that as indices or divisors they may fail.
             if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.dtype is torch.bool):
-                self._refuse(node, "computes whole numbers of the rows")
+                self._refuse(node, "computes integers from the rows")
 
-    def _take(self, used: Node, inside: set[Node]) -> None:
-        """Learn of an operand that the experts do not compute: something of each slot, or a constant."""
+    def _add_operand(self, used: Node, inside: set[Node]) -> None:
+        """Record the layout of an operand from outside the experts: a row for each slot, or a constant."""
         value = fake_value(used)
         if used in self._values or used in inside or not isinstance(value, torch.Tensor):
             return
         if value.dim() > 0 and size_expression(value.shape[0]) == self.slots:
             self._layouts[used] = rows_first(value.shape)
-            self._values[used] = self._new_rows_of(used)
+            self._values[used] = self._look_up(used)
         else:
             self._layouts[used] = no_rows(value.shape)
             if has_trait(used, Trait.FILL, Trait.FILL_LIKE):
                 self._uniform.add(used)
 
-    def _check_result(self, node: Node, found: Layouts) -> None:
-        for layout, value in zip(several(found), several(fake_value(node)), strict=True):
+    def _check_result(self, node: Node, layouts: Layouts) -> None:
+        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
             if layout is None or not layout.has_rows or not fits(layout, value):
-                self._refuse(node, "gives rows in a way that cannot be followed")
+                self._refuse(node, "has rows that cannot be followed")
             if any(size.free_symbols for size in layout.of_a_row):
-                self._refuse(node, "gives each row as many features as there are rows")
+                self._refuse(node, "has as many features as there are rows")
 
-    def _check_written(self, node: Node, found: Layouts, written: Node) -> None:
-        both = zip(several(found), several(fake_value(node)), several(fake_value(written)), strict=True)
-        for layout, old, new in both:
+    def _check_written(self, node: Node, layouts: Layouts, written: Node) -> None:
+        triples = zip(several(layouts), several(fake_value(node)), several(fake_value(written)), strict=True)
+        for layout, old, new in triples:
             assert isinstance(layout, Layout)
             expected = [size_expression(self.count), *features_behind(layout)]
             if [*map(size_expression, new.shape)] != expected or new.dtype != old.dtype:
-                self._refuse(node, "gives other sizes for other rows")
+                self._refuse(node, "has another shape or type for other rows")
 
-    def _only_rows(self, node: Node) -> Node:
+    def _new_rows(self, node: Node) -> Node:
         return next(self._values[used] for used in node.all_input_nodes if self._has_rows(used))
 
     def _refuse(self, node: Node, what: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What of a graph treats every token alone, brought together so that it can run some tokens at a time.
+"""Grouping of operations that treat each token independently, so that they can run in chunks of tokens.
 
 May import rows, blocks, graph, ops, ir.
 """

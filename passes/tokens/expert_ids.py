@@ -22,13 +22,13 @@ _UNKNOWN = (-1,)
 
 
 def never_negative(node: Node) -> bool:
-    """Return whether no element of `node` is below zero; False where that is not known."""
+    """Return whether no element of `node` is below zero; False if that is not certain."""
     values = walk([node], lambda value: _read_by(value) if isinstance(value, Node) else ())
     return all(value >= 0 if isinstance(value, (int, float)) else isinstance(value, Node) for value in values)
 
 
 def _read_by(node: Node) -> Sequence[Any]:
-    """Return numbers and nodes such that `node` is not negative if they are not, or `_UNKNOWN`."""
+    """Return numbers and nodes such that `node` is nonnegative if all of them are, or `_UNKNOWN`."""
     if node.op != "call_function":
         return _UNKNOWN  # a table of experts may have -1 for no expert
     value, base, arguments = fake_value(node), base_operation(node), all_arguments(node)
@@ -44,9 +44,9 @@ def _read_by(node: Node) -> Sequence[Any]:
         return []
     if has_trait(node, Trait.CAST):
         source = node.all_input_nodes[0]
-        # In narrower numbers large ones turn negative.
-        is_whole = not fake_value(source).is_floating_point() and value.dtype in (torch.int32, torch.int64)
-        return [source] if is_whole else _UNKNOWN
+        # Large numbers become negative in a narrower type.
+        is_exact = not fake_value(source).is_floating_point() and value.dtype in (torch.int32, torch.int64)
+        return [source] if is_exact else _UNKNOWN
     if base == "add" and arguments.get("alpha", 1) != 1:
         return _UNKNOWN
     if has_trait(node, Trait.FILL, Trait.FILL_LIKE):
@@ -59,7 +59,7 @@ def _read_by(node: Node) -> Sequence[Any]:
         return [arguments["self"], arguments["other"]]
     least, most = arguments.get("min"), arguments.get("max")
     if base in ("clamp", "clamp_min") and isinstance(least, (int, float)) and least >= 0:
-        # Where both are arguments and cross, the upper bound counts.
+        # If the lower bound is above the upper one, the result is the upper one.
         return [0 if most is None else most]
     if base in ("clamp", "clamp_max"):
         return [arguments["self"], 0 if most is None else most]

@@ -1,16 +1,16 @@
-"""Bring nodes that treat every token alone together into regions, each of which can run some tokens at a time.
+"""Group nodes that treat each token independently into regions, each of which can run in chunks of tokens.
 
-    W   a node that is computed of all tokens, or of none
-    A   a node that treats every token alone
-    region      successive A nodes, which read what was computed before the region, and each other
+    T       a node that treats each token independently
+    A       any other node: its result depends on all tokens together, or on none
+    region  successive T nodes, which read values from before the region, and each other
 
 Pseudo-code
-    until every node has its place:
-        region: in host order, all A nodes that need W nodes only which need no A node without a place
-            no more than one bank is read in a region, so that it needs no more slots than the model as it came
-        W nodes that the region needs, then the region
-    where rows sorted by expert would leave a region: that sort is not followed, and all begins anew
-    a region without a GEMM is none: it has nothing large to save
+    until all nodes are ordered:
+        region: in graph order, all T nodes that depend on no A node that needs an unordered T node
+            a region reads at most one bank, so that it needs no more slots than the original order
+        append the A nodes that the region needs, then the region
+    where rows sorted by expert would leave a region: start again without following that sort
+    a region without a GEMM does not count: it has no large temporary values
 """
 
 from __future__ import annotations
@@ -31,18 +31,14 @@ from moepass.passes.tokens.token_flow import TokenFlow
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """`order` are nodes in their new order; `number` tells the region of those that are in one.
-
-    What `stands_with_readers` is in neither.
-    """
+    """Nodes in their new order, and the region number of each node in a region, both without copied nodes."""
 
     order: tuple[Node, ...]
     number: Mapping[Node, int]
 
 
-def stands_with_readers(node: Node, flow: TokenFlow) -> bool:
-    """True for what each region that reads it has for itself: views of weights, which cost nothing, and numbers that
-    are made again for some tokens."""
+def is_copied_to_readers(node: Node, flow: TokenFlow) -> bool:
+    """Return whether each region that reads `node` has a copy of it: a view of a weight, or pair numbers."""
     return node in flow.recreated or _is_weight_view(node, flow)
 
 
@@ -64,32 +60,32 @@ def _is_element_of_gather(node: Node) -> bool:
 
 
 def find_regions(nodes: Sequence[Node], flow: TokenFlow, first_number: int) -> Regions:
-    """The regions of `nodes`, which may change places among each other."""
-    attached = {node for node in nodes if stands_with_readers(node, flow)}
+    """Return the regions of `nodes`, which may be reordered among each other, with numbers from `first_number`."""
+    attached = {node for node in nodes if is_copied_to_readers(node, flow)}
     pending = [node for node in nodes if node not in attached]
-    inside = set(pending)
+    movable = set(pending)
     placed: set[Node] = set()
     order: list[Node] = []
     number: dict[Node, int] = {}
 
     def needed(node: Node) -> list[Node]:
-        """What `node` reads among `pending`, also through what stands with it."""
-        found: list[Node] = []
+        """Return the nodes of `pending` that `node` reads, directly or through copied nodes."""
+        movable_inputs: list[Node] = []
         for used in node.all_input_nodes:
             if used in attached:
-                found += needed(used)
-            elif used in inside:
-                found.append(used)
-        return found
+                movable_inputs += needed(used)
+            elif used in movable:
+                movable_inputs.append(used)
+        return movable_inputs
 
     needs = {node: needed(node) for node in pending}
     while len(placed) < len(pending):
-        left = [node for node in pending if node not in placed]
-        early: set[Node] = set()  # W nodes that need no A node without a place
+        unordered = [node for node in pending if node not in placed]
+        early: set[Node] = set()  # A nodes that need no unordered T node
         region: set[Node] = set()
         bank: Node | None = None
-        for node in left:
-            if node not in flow.alone:
+        for node in unordered:
+            if node not in flow.tokenwise:
                 if all(used in placed or used in early for used in needs[node]):
                     early.add(node)
                 continue
@@ -99,12 +95,12 @@ def find_regions(nodes: Sequence[Node], flow: TokenFlow, first_number: int) -> R
                     continue
                 bank = next(iter(banks), bank)
                 region.add(node)
-        members = [node for node in left if node in region]
-        # A region needs the sizes in its shapes, which it need not read.
+        members = [node for node in unordered if node in region]
+        # The shapes of a region have sizes that it may not read.
         wanted = _ancestors([*members, *filter(_is_size, early)], needs, early) if region else early
-        first = [node for node in left if node in wanted]
-        order += [*first, *members]
-        placed.update(first, members)
+        before = [node for node in unordered if node in wanted]
+        order += [*before, *members]
+        placed.update(before, members)
         if any(has_trait(node, Trait.MATMUL, Trait.GROUPED_MATMUL) or is_grouped_gemm(node) for node in members):
             number.update(dict.fromkeys(members, first_number))
             first_number += 1
@@ -120,17 +116,17 @@ def _banks(node: Node) -> set[Node]:
 
 
 def _ancestors(members: Sequence[Node], needs: Mapping[Node, Sequence[Node]], among: set[Node]) -> set[Node]:
-    """What `members` need of the nodes `among`, which may hold some of them."""
+    """Return those of `among` that `members` depend on, members in it included."""
     starts = [*members, *(used for node in members for used in needs[node])]
     return set(walk(filter(among.__contains__, starts), needs.__getitem__, among.__contains__))
 
 
-def sorts_that_leave(regions: Regions, flow: TokenFlow) -> frozenset[Node]:
-    """Ids whose sorted rows, or places of rows, are read on both sides of a region's edge."""
+def ids_leaving_regions(regions: Regions, flow: TokenFlow) -> frozenset[Node]:
+    """Return ids whose sorted rows, or indices of sorted rows, are read outside the region that computes them."""
     leaving = set()
     for node, ids in flow.routed.items():
-        if node in flow.alone and node not in flow.recreated:
-            place = regions.number.get(node)
-            if place is None or any(regions.number.get(user) != place for user in node.users):
+        if node in flow.tokenwise and node not in flow.recreated:
+            region = regions.number.get(node)
+            if region is None or any(regions.number.get(user) != region for user in node.users):
                 leaving.add(ids)
     return frozenset(leaving)

@@ -1,19 +1,18 @@
-"""Rows that are sorted by expert are still rows of tokens: the rules.
+"""Rules for rows that are sorted by expert.
 
 A router gives every token k experts. The pairs of a token and an expert are sorted by expert, the rows of tokens are
-looked up in that order, and grouped GEMMs multiply them, until a second lookup brings them back. For some of the tokens
-alone all of this gives the same for each of them: what a row meets depends on the expert of its own pair.
+looked up in that order, and grouped GEMMs multiply them, until a second lookup restores the order of tokens. A chunk of
+tokens has the same results, because the weights that multiply a row depend only on the expert of its pair.
 
-    ids        [pairs]          the expert of each pair, pairs in the order of tokens: tokens · k of them
-    SORTED     [rows]           ids in order
+    ids        [pairs]          the expert of each pair, tokens · k pairs in the order of tokens
+    SORTED     [rows]           sorted ids
     PAIRS      [rows]           the pair of each row: the sort's indices
     TOKENS     [rows]           the token of each row: pairs // k
     ROWS       [pairs]          the row of each pair: PAIRS inverted
     COUNTS     [experts]        rows of each expert, by a histogram of ids
     ENDS       [experts]        where each expert's rows end: sums of counts
 
-These numbers mean something beside each other alone: for some tokens they are others. So nothing but the operations
-below may read them, and none of them may leave what runs some tokens at a time.
+These numbers differ between chunks, so only the operations below may read them, in the same region.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ PAIRS, TOKENS, ROWS, COUNTS, ENDS, EMPTY = "pairs", "tokens", "rows", "counts", 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What the numbers of a value are. `ids` are the experts of pairs, `sort` what brought these into order; None for
-    counts and ends, which hold beside every sort of the same ids."""
+    """The meaning of a value's numbers: its kind, the `ids` of pairs, and their `sort`.
+
+    `sort` is None for counts and ends, which are the same for every sort of the same ids.
+    """
 
     kind: str
     ids: Node
@@ -52,84 +53,84 @@ class Routed:
 
 
 class RoutingRules(RowRules):
-    """Adds routing to the rules of rows. `facts` are those of nodes whose numbers hold beside others alone."""
+    """The rules of rows, with routing; `facts` has the meaning of numbers that are valid only within a chunk."""
 
-    def __init__(self, never: frozenset[Node]) -> None:
+    def __init__(self, excluded_ids: frozenset[Node]) -> None:
         super().__init__((), {})
-        self._never = never
+        self._excluded_ids = excluded_ids
         self.facts: dict[Node, Fact] = {}
-        # Ids that were sorted, by the sort; and ids by the nodes that give them in order.
+        # The ids of each sort, and of each node with sorted ids.
         self._ids: dict[Node, Node] = {}
         self._sorted: dict[Node, Node] = {}
-        # Numbers 0, 1, ... of pairs, which are made again for the pairs of some tokens.
+        # Pair numbers 0, 1, ..., which each chunk creates for its own pairs.
         self.recreated: set[Node] = set()
 
     def routed(self) -> dict[Node, Node]:
-        """For each node with rows sorted by expert, or numbers beside them: the ids."""
-        found = {node: fact.ids for node, fact in self.facts.items()}
+        """Return the ids for each node that has rows sorted by expert, or numbers of such rows."""
+        ids_by_node = {node: fact.ids for node, fact in self.facts.items()}
         ids_of = {_share(sort): ids for sort, ids in self._ids.items()}
         for node, layouts in self._layouts.items():
             for layout in several(layouts):
                 for share in layout.shares if layout is not None else ():
                     if share in ids_of:
-                        found[node] = ids_of[share]
+                        ids_by_node[node] = ids_of[share]
         for node in self.recreated:
-            found[node] = next(self.facts[user].ids for user in node.users if user in self.facts)
-        return found
+            ids_by_node[node] = next(self.facts[user].ids for user in node.users if user in self.facts)
+        return ids_by_node
 
     def is_routing_operator(self, node: Node) -> bool:
         return is_grouped_gemm(node)
 
     def routing_layouts(self, node: Node) -> Routed | None:
-        """The layouts of what an operation of routing gives; None where the node is none. Raises NotThisForm."""
+        """Return the layouts of a routing operation's results, or None for other operations; may raise NotThisForm."""
         if is_grouped_gemm(node):
             return Routed(self._grouped(node))
-        base, given = base_operation(node), all_arguments(node)
-        found: Routed | None = None
+        base, arguments = base_operation(node), all_arguments(node)
+        routed: Routed | None = None
         if has_trait(node, Trait.SORT):
-            found = self._sort(node, given)
+            routed = self._sort(node, arguments)
         elif operation(node) == "getitem":
-            found = self._element(node)
+            routed = self._element(node)
         elif base in ("floor_divide", "div"):
-            found = self._tokens(node, given)
+            routed = self._tokens(node, arguments)
         elif base == "index":
-            found = self._lookup(node, given)
+            routed = self._lookup(node, arguments)
         elif base == "index_put":
-            found = self._inverse(node, given)
+            routed = self._inverse(node, arguments)
         elif base == "empty_like":
-            found = self._empty(node, given)
+            routed = self._empty(node, arguments)
         elif base == "histc":
-            found = self._counts(node, given)
+            routed = self._counts(node, arguments)
         elif base == "cumsum":
-            found = self._ends(node, given)
+            routed = self._ends(node, arguments)
         elif has_trait(node, Trait.CAST):
-            found = self._cast(node, given)
-        if found is None and any(used in self.facts for used in node.all_input_nodes):
-            self._refuse(node, "computes with places of rows among those of all tokens")
-        return found
+            routed = self._cast(node, arguments)
+        if routed is None and any(used in self.facts for used in node.all_input_nodes):
+            self._refuse(node, "computes with the indices of sorted rows")
+        return routed
 
-    def _sort(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        ids = given["self"]
+    def _sort(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        ids = arguments["self"]
         value = fake_value(ids)
         if value.dim() != 1:
             return None
         is_tuple = isinstance(fake_value(node), (tuple, list))
         fact = self.facts.get(ids)
-        if fact is not None and fact.kind == PAIRS and not given.get("descending", False):
+        if fact is not None and fact.kind == PAIRS and not arguments.get("descending", False):
             # The indices of sorted pairs are the rows of pairs.
             layout = self._layout(fact.ids)
             self._note(node, Fact(ROWS, fact.ids, fact.sort))
             return Routed((None, layout) if is_tuple else layout)
         layout = self._layout(ids)
-        # Groups of a grouped GEMM follow each other from the first expert on.
-        is_ascending = given.get("descending", False) is False
+        # The groups of a grouped GEMM are in the order of experts.
+        is_ascending = arguments.get("descending", False) is False
         are_ids = _are_pairs(layout.dimensions[0]) and not value.dtype.is_floating_point
         if fact is not None or not are_ids or not is_ascending:
             return None
-        if ids in self._never:
-            self._refuse(node, "brings rows into an order that leaves what treats every token alone")
+        if ids in self._excluded_ids:
+            self._refuse(node, "sorts rows that operations on all tokens together read")
         if not never_negative(ids):
-            self._refuse(node, "sorts experts of which it is not known that none is below zero")
+            self._refuse(node, "sorts expert ids that may be negative")
         self._ids[node] = ids
         rows = Layout((_rows_of(node, layout.dimensions[0]),))
         if is_tuple:
@@ -138,35 +139,35 @@ class RoutingRules(RowRules):
         return Routed(rows)
 
     def _element(self, node: Node) -> Routed | None:
-        source, place = node.args
+        source, index = node.args
         assert isinstance(source, Node)
         if source in self.facts and self.facts[source].kind == ROWS:
-            if place != 1:
-                self._refuse(node, "is pairs in order, which are numbers of pairs")
+            if index != 1:
+                self._refuse(node, "reads sorted numbers of pairs")
             self._note(node, self.facts[source])
             return Routed(self._layouts[source][1])  # type: ignore[index]
         if source not in self._ids:
             return None
-        layout = self._layouts[source][place]  # type: ignore[index]
-        if place == 1:
+        layout = self._layouts[source][index]  # type: ignore[index]
+        if index == 1:
             self._note(node, Fact(PAIRS, self._ids[source], source))
         else:
             self._sorted[node] = self._ids[source]
         return Routed(layout)
 
-    def _tokens(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        pairs, by = given["self"], given["other"]
+    def _tokens(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        pairs, by = arguments["self"], arguments["other"]
         fact = self.facts.get(pairs) if isinstance(pairs, Node) else None
         if fact is None or fact.kind != PAIRS:
             return None
-        rounds = base_operation(node) == "floor_divide" or given.get("rounding_mode") in ("floor", "trunc")
+        rounds = base_operation(node) == "floor_divide" or arguments.get("rounding_mode") in ("floor", "trunc")
         if not rounds or by != features_per_row(self._layout(fact.ids).dimensions[0]):
             return None
         self._note(node, Fact(TOKENS, fact.ids, fact.sort))
         return Routed(self._layout(pairs))
 
-    def _lookup(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        table, indices = given["self"], given["indices"]
+    def _lookup(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        table, indices = arguments["self"], arguments["indices"]
         if len(indices) != 1 or indices[0] not in self.facts or table in self.facts or not self._has_rows(table):
             return None
         fact, layout = self.facts[indices[0]], self._layout(table)
@@ -174,57 +175,57 @@ class RoutingRules(RowRules):
             return None
         ids = self._layout(fact.ids).dimensions[0]
         rows = _rows_of(fact.sort, ids)
-        wanted = {TOKENS: (ids[0],), PAIRS: ids, ROWS: rows}.get(fact.kind)
-        if wanted is None or layout.dimensions[0] != wanted or len(layout.shares) != 1:
+        expected = {TOKENS: (ids[0],), PAIRS: ids, ROWS: rows}.get(fact.kind)
+        if expected is None or layout.dimensions[0] != expected or len(layout.shares) != 1:
             return None
         if fact.kind == PAIRS and table is fact.ids:
             self._sorted[node] = fact.ids
         return Routed(Layout((ids if fact.kind == ROWS else rows, *layout.dimensions[1:])))
 
-    def _empty(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        fact = self.facts.get(given["self"])
+    def _empty(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        fact = self.facts.get(arguments["self"])
         if fact is None or fact.kind != PAIRS:
             return None
         self._note(node, Fact(EMPTY, fact.ids, fact.sort))
-        return Routed(self._layout(given["self"]))
+        return Routed(self._layout(arguments["self"]))
 
-    def _inverse(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        """`empty[pairs] = 0, 1, ...` is the row of each pair."""
-        target, indices, numbers = given["self"], given["indices"], given["values"]
+    def _inverse(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        """Read `empty[pairs] = 0, 1, ...` as the row of each pair."""
+        target, indices, numbers = arguments["self"], arguments["indices"], arguments["values"]
         fact = self.facts.get(indices[0]) if len(indices) == 1 and isinstance(indices[0], Node) else None
-        if fact is None or fact.kind != PAIRS or given.get("accumulate", False):
+        if fact is None or fact.kind != PAIRS or arguments.get("accumulate", False):
             return None
         layout = self._layout(fact.ids)
         size = size_of(layout.dimensions[0])
-        into = self.facts.get(target)
-        is_empty = _is_empty(target, size) if into is None else (into.kind, into.sort) == (EMPTY, fact.sort)
-        if not is_empty or not _counts_up(numbers, size) or set(numbers.users) != {node}:
+        empty = self.facts.get(target)
+        is_empty = _is_empty(target, size) if empty is None else (empty.kind, empty.sort) == (EMPTY, fact.sort)
+        if not is_empty or not _is_arange_to(numbers, size) or set(numbers.users) != {node}:
             return None
-        for made in (numbers,) if into is not None else (target, numbers):
-            self.recreated.add(made)
-            self._layouts[made] = layout
+        for recreated in (numbers,) if empty is not None else (target, numbers):
+            self.recreated.add(recreated)
+            self._layouts[recreated] = layout
         self._note(node, Fact(ROWS, fact.ids, fact.sort))
         return Routed(layout)
 
-    def _counts(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        source = given["self"]
+    def _counts(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        source = arguments["self"]
         ids = self._sorted.get(source, source)
-        bins, least, most = given["bins"], given["min"], given["max"]
+        bins, least, most = arguments["bins"], arguments["min"], arguments["max"]
         is_per_id = ids in self._ids.values() and isinstance(bins, int) and (least, most) == (0, bins - 1)
         if not is_per_id or not _holds_counts(node):
             return None
         self._note(node, Fact(COUNTS, ids))
         return Routed(no_rows(fake_value(node).shape))
 
-    def _ends(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        fact = self.facts.get(given["self"])
-        if fact is None or fact.kind != COUNTS or given["dim"] not in (0, -1) or not _holds_counts(node):
+    def _ends(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        fact = self.facts.get(arguments["self"])
+        if fact is None or fact.kind != COUNTS or arguments["dim"] not in (0, -1) or not _holds_counts(node):
             return None
         self._note(node, Fact(ENDS, fact.ids))
         return Routed(no_rows(fake_value(node).shape))
 
-    def _cast(self, node: Node, given: dict[str, Any]) -> Routed | None:
-        source = next(iter(given.values()))
+    def _cast(self, node: Node, arguments: dict[str, Any]) -> Routed | None:
+        source = next(iter(arguments.values()))
         if not _holds_counts(node):
             return None
         if source in self._sorted:
@@ -237,9 +238,9 @@ class RoutingRules(RowRules):
         return Routed(no_rows(fake_value(node).shape))
 
     def _grouped(self, node: Node) -> Layouts:
-        """Rows of each expert times its weights, which no token went into."""
+        """Return the layout of each expert's rows times its weights, which must not depend on tokens."""
         if len(node.args) < 3:
-            self._refuse(node, "does not say where the rows of each expert end")
+            self._refuse(node, "has no argument that says where the rows of each expert end")
         rows, weights, ends = node.args[:3]
         assert isinstance(rows, Node)
         fact = self.facts.get(ends) if isinstance(ends, Node) else None
@@ -250,19 +251,19 @@ class RoutingRules(RowRules):
             for sort in self._ids
         ):
             self._refuse(node, "multiplies rows that may not be sorted by the experts of its groups")
-        others = [used for used in node.all_input_nodes if used is not rows and used is not ends]
-        if rows in self.facts or any(used in self.facts or self._has_rows(used) for used in others):
-            self._refuse(node, "multiplies by what tokens went into")
+        operands = [used for used in node.all_input_nodes if used is not rows and used is not ends]
+        if rows in self.facts or any(used in self.facts or self._has_rows(used) for used in operands):
+            self._refuse(node, "multiplies rows by a value that depends on tokens")
         if len(node.args) > 3 or node.kwargs:
-            known = named_arguments(node)
-            if any(isinstance(value, Node) and value not in (rows, weights, ends) for value in known.values()):
+            arguments = named_arguments(node)
+            if any(isinstance(value, Node) and value not in (rows, weights, ends) for value in arguments.values()):
                 self._refuse(node, "does more than multiply rows by the weights of their experts")
         assert isinstance(weights, Node)
         assert isinstance(ends, Node)
         if fake_value(weights).dim() != 3:
-            self._refuse(node, "has no matrix for each expert")
+            self._refuse(node, "has weights without a matrix for each expert")
         if size_expression(fake_value(weights).shape[0]) != size_expression(fake_value(ends).shape[0]):
-            self._refuse(node, "has other groups than experts")
+            self._refuse(node, "has another number of groups than of experts")
         return Layout((layout.dimensions[0], features(fake_value(node).shape[-1])))
 
     def _note(self, node: Node, fact: Fact) -> None:
@@ -270,13 +271,12 @@ class RoutingRules(RowRules):
 
 
 def _holds_counts(node: Node) -> bool:
-    """True for types in which numbers of rows are exact: with others, those of all tokens may be wrong where those of
-    some are right."""
+    """Return whether numbers of rows are exact in the node's type; rounding could differ between chunks."""
     return fake_value(node).dtype in (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def _are_pairs(dimension: Dimension) -> bool:
-    """All tokens, and for each of them its experts side by side."""
+    """Return whether `dimension` is all tokens, each with its k experts in succession."""
     return bool(dimension) and dimension[0].share == () and features_per_row(dimension) is not None
 
 
@@ -295,12 +295,12 @@ def _is_empty(node: Any, size: Any) -> bool:
     return bool(value.dim() == 1 and size_expression(value.shape[0]) == size)
 
 
-def _counts_up(node: Any, size: Any) -> bool:
-    """True for the numbers 0, 1, ... up to `size`."""
+def _is_arange_to(node: Any, size: Any) -> bool:
+    """Return whether `node` is 0, 1, .., `size` - 1."""
     if not is_call(node, torch.ops.aten.arange.default, torch.ops.prims.iota.default):
         return False
-    given = all_arguments(node)
+    arguments = all_arguments(node)
     value = fake_value(node)
-    if given.get("start", 0) not in (0, None) or given.get("step", 1) not in (1, None):
+    if arguments.get("start", 0) not in (0, None) or arguments.get("step", 1) not in (1, None):
         return False
     return bool(size_expression(value.shape[0]) == size)

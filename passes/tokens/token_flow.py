@@ -1,17 +1,17 @@
-"""Tell which nodes of a graph treat every token alone.
+"""Analysis of which nodes of a graph are tokenwise: they treat each token independently.
 
 Contract
     in    a captured graph
-    out   for each node whose value has something for each token: in which dimensions the tokens lie, and whether the
-          node computes it for each token alone (TokenFlow); why not, where it does not
+    out   for each node with elements of each token: the dimensions of the tokens, and whether it is tokenwise or the
+          reason why not (TokenFlow)
 
-A node is alone if what it gives for a token follows from what its inputs have for that token, and from values that are
-the same for all tokens. `passes/rows` has the rules; this walk adds what they do not need:
+The elements of a token in a tokenwise result depend only on the inputs' elements of the same token, and on values that
+are the same for all tokens. `passes/rows` has the rules; this walk adds:
 
-    sequences     tokens lie in one dimension [tokens, ..] or in two [sequences, tokens, ..]
-    constants     what has a number for each token, such as the angles of positions, may meet tokens in its place
-    experts       rows that are sorted by expert are still rows of tokens: see `routing.py`
-    attention     computes no token alone, but gives tokens in the places in which its queries have them
+    sequences     tokens are one dimension [tokens, ..] or two [sequences, tokens, ..]
+    constants     values with elements of each token, such as the angles of positions, are sliced like the tokens
+    experts       rows sorted by expert: see `routing.py`
+    attention     is not tokenwise, but its result has the token dimensions of the queries
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from moepass.passes.tokens.routing import RoutingRules
 
 @dataclasses.dataclass(frozen=True)
 class TokenFlow:
-    """What is known of a graph's nodes.
+    """Facts about the nodes of a graph.
 
-    layouts    where tokens lie in a node's values, for all that have something for each token
-    aligned    the same of values that no token went into: where they meet tokens
-    alone      the nodes that treat every token alone, with what they make of rows sorted by expert
-    routed     for a node that has such rows, or numbers that only hold beside them: the sort
-    recreated  numbers 0, 1, ... that are made again for some tokens, by what reads them
-    all_tokens slices that leave out no token
-    reasons    why a node is not alone although a value of its inputs has something for each token
+    layouts    the token dimensions of values that depend on tokens
+    aligned    the same for values that do not depend on tokens, but have elements of each token
+    tokenwise  nodes that treat each token independently, including those on rows sorted by expert
+    routed     the ids of each node that has rows sorted by expert, or numbers of such rows
+    recreated  pair numbers 0, 1, ..., which each region creates for its own pairs
+    all_tokens slices that select all tokens
+    reasons    why a node is not tokenwise although an input depends on tokens
     """
 
     layouts: Mapping[Node, Layouts]
     aligned: Mapping[Node, Layout]
-    alone: frozenset[Node]
+    tokenwise: frozenset[Node]
     routed: Mapping[Node, Node]
     recreated: frozenset[Node]
     all_tokens: frozenset[Node]
@@ -59,46 +59,48 @@ class TokenFlow:
 
 
 def token_inputs(graph: Graph) -> dict[Node, Layout]:
-    """The arguments that have something for each token: ids [sequences, tokens]; without ids, floating-point numbers
-    [tokens, width] or [sequences, tokens, width]. Of several shapes the largest counts."""
+    """Return the arguments with elements of each token, of the largest shape if there are several.
+
+    These are ids [sequences, tokens] or, without ids, floating-point numbers [(sequences,) tokens, width].
+    """
     arguments = [node for node in graph_inputs(graph) if node.meta.get(ARGUMENT_KEY, True)]
     tensors = [node for node in arguments if isinstance(fake_value(node), torch.Tensor)]
     ids = [node for node in tensors if fake_value(node).dtype in (torch.int64, torch.int32)]
-    for found in (
+    for candidates in (
         [node for node in ids if fake_value(node).dim() == 2],
         [node for node in tensors if fake_value(node).is_floating_point() and fake_value(node).dim() in (2, 3)],
     ):
-        if found:
-            largest = max(found, key=lambda node: math.prod(map(_hint, fake_value(node).shape)))
+        if candidates:
+            largest = max(candidates, key=lambda node: math.prod(map(_hint, fake_value(node).shape)))
             shape = _texts(largest)
             is_flat = largest not in ids and len(shape) == 2
             return {
                 node: rows_first(fake_value(node).shape) if is_flat else sequences_of(fake_value(node).shape)
-                for node in found
+                for node in candidates
                 if _texts(node) == shape
             }
     return {}
 
 
 def token_count(inputs: Mapping[Node, Layout]) -> int | None:
-    """The number of tokens of all sequences; None where runs may have other numbers."""
+    """Return the number of tokens of all sequences, or None if it differs between runs."""
     layout = next(iter(inputs.values()))
-    total = sympy.Mul(*(part.size for dimension in layout.dimensions for part in dimension if part.is_rows))
+    total = sympy.Mul(*(factor.size for dimension in layout.dimensions for factor in dimension if factor.is_rows))
     return int(total) if total.is_Integer else None
 
 
 def sequences_of(shape: Any) -> Layout:
-    """Of a tensor [sequences, tokens, ..]."""
-    count, length, *rest = map(size_expression, shape)
+    """Return the layout of a tensor [sequences, tokens, ..]."""
+    count, length, *widths = map(size_expression, shape)
     if count == 1:
-        return Layout(((), (Part(length, ()),), *map(features, rest)))
+        return Layout(((), (Part(length, ()),), *map(features, widths)))
     name = f"{count} x {length}"
-    return Layout(((Part(count, ((name, 0),)),), (Part(length, ((name, 1),)),), *map(features, rest)))
+    return Layout(((Part(count, ((name, 0),)),), (Part(length, ((name, 1),)),), *map(features, widths)))
 
 
 def _parts_of_sequences(inputs: Mapping[Node, Layout]) -> tuple[Part, ...]:
-    parts = [part for layout in inputs.values() for dimension in layout.dimensions for part in dimension if part.share]
-    return tuple(parts[:2])
+    factors = [factor for layout in inputs.values() for dim in layout.dimensions for factor in dim if factor.share]
+    return tuple(factors[:2])
 
 
 def _texts(node: Node) -> list[str]:
@@ -109,29 +111,29 @@ def _hint(size: Any) -> int:
     return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
 
 
-def token_flow(graph: Graph, inputs: Mapping[Node, Layout], never: frozenset[Node] = frozenset()) -> TokenFlow:
-    """Follow the tokens from `inputs`. Rows sorted by ids of `never` are not followed."""
-    read_whole: frozenset[Node] = frozenset()
+def token_flow(graph: Graph, inputs: Mapping[Node, Layout], excluded_ids: frozenset[Node] = frozenset()) -> TokenFlow:
+    """Follow tokens from `inputs`, but not in rows sorted by `excluded_ids`."""
+    unsliced: frozenset[Node] = frozenset()
     while True:
-        walk = _TokenWalk(inputs, never, read_whole)
+        walk = _TokenWalk(inputs, excluded_ids, unsliced)
         flow = walk.follow(graph)
-        # A constant is cut for all that treat tokens alone, or for none.
-        also_whole = walk.aligned_and_whole() - read_whole
-        if not also_whole:
+        # A constant is sliced for all tokenwise readers, or for none.
+        newly_unsliced = walk.aligned_and_unsliced() - unsliced
+        if not newly_unsliced:
             return flow
-        read_whole |= also_whole
+        unsliced |= newly_unsliced
 
 
 class _TokenWalk(RoutingRules):
-    def __init__(self, inputs: Mapping[Node, Layout], never: frozenset[Node], read_whole: frozenset[Node]) -> None:
-        super().__init__(never)
+    def __init__(self, inputs: Mapping[Node, Layout], excluded_ids: frozenset[Node], unsliced: frozenset[Node]) -> None:
+        super().__init__(excluded_ids)
         self._layouts.update(inputs)
-        # All tokens as sequences and the tokens of each.
+        # The dimensions [sequences, tokens] of all tokens.
         self._sequences = _parts_of_sequences(inputs)
-        # Constants that are not cut.
-        self._read_whole = read_whole
-        self._alone: set[Node] = set()
-        # Nodes that a token went into, and that are not alone.
+        # Constants that are not sliced.
+        self._unsliced = unsliced
+        self._tokenwise: set[Node] = set()
+        # Nodes that depend on tokens, but are not tokenwise.
         self._of_all_tokens: set[Node] = set()
         self._reasons: dict[Node, str] = {}
         self._aligned: dict[Node, Layout] = {}
@@ -141,23 +143,23 @@ class _TokenWalk(RoutingRules):
         for node in graph.nodes:
             if node.op == "call_function" and any(self._depends(used) for used in node.all_input_nodes):
                 self._step(node)
-        self._alone |= self.recreated
+        self._tokenwise |= self.recreated
         return TokenFlow(
             self._layouts,
             self._aligned,
-            frozenset(self._alone),
+            frozenset(self._tokenwise),
             self.routed(),
             frozenset(self.recreated),
-            frozenset(self._whole & self._alone),
+            frozenset(self._whole & self._tokenwise),
             self._reasons,
         )
 
-    def aligned_and_whole(self) -> frozenset[Node]:
-        """Constants that one reader cuts, and another reads as a whole."""
+    def aligned_and_unsliced(self) -> frozenset[Node]:
+        """Return constants that one tokenwise reader needs sliced, and another unsliced."""
         return frozenset(
             constant
             for constant in self._aligned
-            if any(user in self._alone and (user, constant) not in self._aligned_uses for user in constant.users)
+            if any(user in self._tokenwise and (user, constant) not in self._aligned_uses for user in constant.users)
         )
 
     def _depends(self, node: Node) -> bool:
@@ -166,52 +168,52 @@ class _TokenWalk(RoutingRules):
     def _step(self, node: Node) -> None:
         aligned = dict(self._aligned)
         try:
-            found = self._alone_layouts(node)
+            layouts = self._tokenwise_layouts(node)
         except NotThisForm as error:
             self._aligned = aligned
             self._of_all_tokens.add(node)
             self._reasons[node] = str(error)
-            found = self._layouts_of_whole(node)
+            layouts = self._layouts_of_all_tokens(node)
         else:
-            self._alone.add(node)
-        if found is not None:
-            self._layouts[node] = found
+            self._tokenwise.add(node)
+        if layouts is not None:
+            self._layouts[node] = layouts
 
-    def _alone_layouts(self, node: Node) -> Layouts:
+    def _tokenwise_layouts(self, node: Node) -> Layouts:
         self._check_operator(node)
         if not any(used in self.facts or self._has_rows(used) for used in node.all_input_nodes):
-            self._refuse(node, "reads a value that is computed of all tokens together")
+            self._refuse(node, "reads a value that is computed from all tokens together")
         if any(used in self._of_all_tokens and operation(node) == "getitem" for used in node.all_input_nodes):
-            self._refuse(node, "takes one of several values that are computed of all tokens together")
+            self._refuse(node, "takes one of several results that are computed from all tokens together")
         routed = self.routing_layouts(node)
         if routed is not None:
             return routed.layouts
         self._check_sizes(node)
-        found = self._layouts_of_operation(node)
-        for layout, value in zip(several(found), several(fake_value(node)), strict=True):
-            if layout is None and isinstance(found, tuple):
-                continue  # of several values, one that nobody reads
+        layouts = self._layouts_of_operation(node)
+        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
+            if layout is None and isinstance(layouts, tuple):
+                continue  # an unread result of several
             if layout is None or not fits(layout, value):
-                self._refuse(node, "gives tokens in a way that cannot be followed")
+                self._refuse(node, "returns tokens in dimensions that cannot be followed")
             if any(size.free_symbols for size in layout.of_a_row):
-                self._refuse(node, "gives each token as many numbers as there are tokens")
-        if not any_rows(found):
-            self._refuse(node, "computes one value of all tokens")
-        return found
+                self._refuse(node, "returns as many numbers for each token as there are tokens")
+        if not any_rows(layouts):
+            self._refuse(node, "computes one value from all tokens")
+        return layouts
 
     def _check_operator(self, node: Node) -> None:
         target = node.target
         is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
         if not (is_known or operation(node) == "getitem" or self.is_routing_operator(node)):
-            self._refuse(node, "is no operator of which is known that it leaves tokens apart")
+            self._refuse(node, "is not an operator that is known to treat tokens independently")
         if draws_random_numbers(node) or mutates(node):
             self._refuse(node, "draws random numbers or writes to its inputs")
         values = several(fake_value(node))
         if not all(isinstance(value, torch.Tensor) for value in values):
-            self._refuse(node, "makes a number of tokens")
+            self._refuse(node, "computes a number from tokens")
 
     def _check_sizes(self, node: Node) -> None:
-        """A size may say how long something is, and nothing else: for some tokens it is another one."""
+        """Raise NotThisForm if `node` reads a size other than as a shape, because a chunk has another size."""
         sizes = {used for used in node.all_input_nodes if not isinstance(fake_value(used), (torch.Tensor, tuple, list))}
         if not sizes:
             return
@@ -231,13 +233,13 @@ class _TokenWalk(RoutingRules):
         if base == "linear":
             return self._linear(node, arguments)
         if has_trait(node, Trait.FILL, Trait.GROUP_NORM):
-            self._refuse(node, "is given the number of tokens")
+            self._refuse(node, "depends on the number of tokens")
         if base == "repeat":
             return self._repeated(node, arguments)
         if base == "slice_scatter":
-            return self._scattered(node, all_arguments(node))
+            return self._slice_written(node, all_arguments(node))
         if base == "new_empty":
-            return self._empty_beside(node, arguments)
+            return self._empty_like(node, arguments)
         if base in ("view_as_complex", "view_as_real"):
             dimensions = self._layout(arguments["self"]).dimensions
             return Layout(dimensions[:-1] if base == "view_as_complex" else (*dimensions, features(2)))
@@ -247,57 +249,57 @@ class _TokenWalk(RoutingRules):
         layout = self._layout(arguments["input"])
         self._check_only(node, arguments["input"])
         if layout.has_rows_along(len(layout.dimensions) - 1):
-            self._refuse(node, "multiplies and adds up tokens")
+            self._refuse(node, "multiplies and sums over tokens")
         return Layout((*layout.dimensions[:-1], features(fake_value(node).shape[-1])))
 
     def _view(self, node: Node, layout: Layout) -> Layout:
         try:
             return super()._view(node, layout)
         except NotThisForm:
-            # All tokens may be taken apart into sequences, however many tokens these have.
-            def apart(dimension: Dimension) -> Dimension:
-                return tuple(one for part in dimension for one in (self._sequences if part.share == () else (part,)))
+            # All tokens may be split into sequences of any length.
+            def split_into_sequences(dim: Dimension) -> Dimension:
+                return tuple(each for factor in dim for each in (self._sequences if factor.share == () else (factor,)))
 
             if not self._sequences:
                 raise
-            return super()._view(node, Layout(tuple(map(apart, layout.dimensions))))
+            return super()._view(node, Layout(tuple(map(split_into_sequences, layout.dimensions))))
 
     def _gemm(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
-        found = super()._gemm(node, base, arguments)
+        layout = super()._gemm(node, base, arguments)
         added = arguments["self"] if base == "addmm" else None
         if added in self._aligned and added in (arguments["mat1"], arguments["mat2"]):
             self._refuse(node, f"reads {named(added)} for each token, and as a matrix for all of them")
         operands = [used for used in node.all_input_nodes if fake_value(used).dim() == 3]
         if base == "bmm" and any(self._layout(used).has_rows_along(0) for used in operands):
-            others = [used for used in operands if not self._layout(used).has_rows_along(0)]
-            if any(size_expression(fake_value(used).shape[0]) != 1 for used in others):
+            matrices = [used for used in operands if not self._layout(used).has_rows_along(0)]
+            if any(size_expression(fake_value(used).shape[0]) != 1 for used in matrices):
                 self._refuse(node, "multiplies tokens by another matrix for each of them")
-        return found
+        return layout
 
-    def _scattered(self, node: Node, arguments: dict[str, Any]) -> Layout:
-        """Features in the place of other features of the same tokens."""
-        into, source = self._layout(arguments["self"]), self._layout(arguments["src"])
-        dim = arguments["dim"] % len(into.dimensions)
-        rest = [layout.dimensions[:dim] + layout.dimensions[dim + 1 :] for layout in (into, source)]
-        if into.has_rows_along(dim) or source.has_rows_along(dim) or rest[0] != rest[1]:
-            self._refuse(node, "writes tokens into others")
-        return into
+    def _slice_written(self, node: Node, arguments: dict[str, Any]) -> Layout:
+        """Return the layout of a write that replaces features of the same tokens."""
+        target, source = self._layout(arguments["self"]), self._layout(arguments["src"])
+        dim = arguments["dim"] % len(target.dimensions)
+        unwritten = [layout.dimensions[:dim] + layout.dimensions[dim + 1 :] for layout in (target, source)]
+        if target.has_rows_along(dim) or source.has_rows_along(dim) or unwritten[0] != unwritten[1]:
+            self._refuse(node, "overwrites tokens with other tokens")
+        return target
 
-    def _empty_beside(self, node: Node, arguments: dict[str, Any]) -> Layout:
-        """Memory in the shape of `self`, but for features: what is written to it must have its tokens there too."""
+    def _empty_like(self, node: Node, arguments: dict[str, Any]) -> Layout:
+        """Return the layout of empty memory, with the token dimensions of `self` and any number of features."""
         like, shape = self._layout(arguments["self"]).dimensions, fake_value(node).shape
-        found = Layout(
+        layout = Layout(
             tuple(
-                dimension if any(part.is_rows for part in dimension) else features(size)
+                dimension if any(factor.is_rows for factor in dimension) else features(size)
                 for dimension, size in zip(like, shape, strict=False)
             )
         )
-        if not fits(found, fake_value(node)):
-            self._refuse(node, "makes memory in which tokens have no place")
-        return found
+        if not fits(layout, fake_value(node)):
+            self._refuse(node, "allocates memory without the dimensions of the tokens")
+        return layout
 
     def _repeated(self, node: Node, arguments: dict[str, Any]) -> Layout:
-        """All tokens again behind all tokens: as if each copy were a feature that stands before them."""
+        """Return the layout of repeated tokens, in which the copies are a feature dimension before the tokens."""
         layout, times = self._layout(arguments["self"]), arguments["repeats"]
         if len(times) != len(layout.dimensions) or not all(isinstance(number, int) for number in times):
             self._refuse(node, "repeats tokens in a way that cannot be followed")
@@ -308,71 +310,64 @@ class _TokenWalk(RoutingRules):
             )
         )
 
-    def _check_only(self, node: Node, wanted: Any) -> None:
-        """Tokens come in by `wanted` alone."""
-        if any(self._depends(used) for used in node.all_input_nodes if used is not wanted):
+    def _check_only(self, node: Node, token_input: Any) -> None:
+        """Raise NotThisForm if an input other than `token_input` depends on tokens."""
+        if any(self._depends(used) for used in node.all_input_nodes if used is not token_input):
             self._refuse(node, "multiplies tokens by other tokens")
 
-    # ----------------------------------------------------------------------------------------------------- constants
-
     def _check_constant(self, node: Node, constant: Node, layout: Layout) -> None:
-        """A constant may have another value for each token: then it is cut as the tokens are."""
+        """Note that `constant` is sliced like the tokens of `layout`, if it has elements of each token."""
         value = fake_value(constant)
         dimensions = []
-        for place in range(-value.dim(), 0):
-            met, size = layout.dimensions[place], size_expression(value.shape[place])
-            if not any(part.is_rows for part in met) or size == 1:
+        for dim in range(-value.dim(), 0):
+            token_dimension, size = layout.dimensions[dim], size_expression(value.shape[dim])
+            if not any(factor.is_rows for factor in token_dimension) or size == 1:
                 dimensions.append(features(size))
-            elif size_of(met) == size:
-                dimensions.append(met)
+            elif size_of(token_dimension) == size:
+                dimensions.append(token_dimension)
             else:
-                self._refuse(node, f"meets tokens with {named(constant)}, which is not there for all of them")
-        found = Layout(tuple(dimensions))
-        if not found.has_rows:
+                self._refuse(node, f"combines tokens with {named(constant)}, which has no elements of each token")
+        aligned = Layout(tuple(dimensions))
+        if not aligned.has_rows:
             return
-        if constant in self._read_whole or self._aligned.setdefault(constant, found) != found:
-            self._refuse(node, f"meets tokens with {named(constant)} in another way than before")
+        if constant in self._unsliced or self._aligned.setdefault(constant, aligned) != aligned:
+            self._refuse(node, f"combines tokens with {named(constant)} in other dimensions than an earlier reader")
         self._aligned_uses.add((node, constant))
 
-    # --------------------------------------------------------------------------------------------------------- whole
-
-    def _layouts_of_whole(self, node: Node) -> Layouts:
-        """Where tokens lie in what is computed of all of them; None where that is not known.
-
-        What a token meets does not matter here: a value has a layout if its numbers of each token lie in its place.
-        """
+    def _layouts_of_all_tokens(self, node: Node) -> Layouts:
+        """Return the token dimensions in the result of a node that is not tokenwise, or None if unknown."""
         value = fake_value(node)
         if operation(node) == "getitem":
-            source, place = node.args
-            known = self._layouts.get(source)  # type: ignore[arg-type]
-            return known[place] if isinstance(known, tuple) else None  # type: ignore[index]
-        if not all(isinstance(one, torch.Tensor) for one in several(value)):
+            source, index = node.args
+            source_layouts = self._layouts.get(source)  # type: ignore[arg-type]
+            return source_layouts[index] if isinstance(source_layouts, tuple) else None  # type: ignore[index]
+        if not all(isinstance(item, torch.Tensor) for item in several(value)):
             return None
         first = node.args[0] if node.args else None
         if not isinstance(first, Node) or not self._has_rows(first):
             return None
         dimensions, base = self._layout(first).dimensions, base_operation(node)
-        found: Layouts = None
+        layouts: Layouts = None
         if has_trait(node, Trait.ATTENTION) and len(dimensions) == 4:
-            # For each dimension of the result that of the queries.
+            # The dimension of the queries for each dimension of the result.
             order = (0, 2, 1) if base == "moepass::trie_attention" else (0, 1, 2)
-            found = Layout((*(dimensions[place] for place in order), features(several(value)[0].shape[-1])))
+            layouts = Layout((*(dimensions[index] for index in order), features(several(value)[0].shape[-1])))
         elif base in ("mm", "bmm"):
-            found = Layout((*dimensions[:-1], features(value.shape[-1])))
+            layouts = Layout((*dimensions[:-1], features(value.shape[-1])))
         elif not has_trait(node, Trait.FILL, Trait.GROUP_NORM) and self._follows_rules(node):
             aligned = dict(self._aligned)
             try:
-                found = self.with_rows(node)
+                layouts = self.with_rows(node)
             except NotThisForm:
-                found = None
+                layouts = None
             self._aligned = aligned
-        if isinstance(found, Layout) and isinstance(value, (tuple, list)):
-            found = (found, *[None] * (len(value) - 1))
-        if not any_rows(found) or not all(
-            layout is None or fits(layout, one) for layout, one in zip(several(found), several(value), strict=True)
+        if isinstance(layouts, Layout) and isinstance(value, (tuple, list)):
+            layouts = (layouts, *[None] * (len(value) - 1))
+        if not any_rows(layouts) or not all(
+            layout is None or fits(layout, item) for layout, item in zip(several(layouts), several(value), strict=True)
         ):
             return None
-        return found
+        return layouts
 
     def _follows_rules(self, node: Node) -> bool:
         target = node.target

@@ -167,8 +167,8 @@ KEPT: dict[type[MaskLoop], str] = {
     LastExpertStays: "overwrites rows, and does not add to them",
     WeightsOfNext: "compares ids of experts, but does not select rows or weights by them alone",
     AllExpertsButOne: r"the rows of experts \[0, 1, 2\] of the 4 that a router chooses among",
-    AlongExperts: "is not made of expert ids",
-    PositiveWeights: "is not made of expert ids",
+    AlongExperts: "is not computed from expert ids",
+    PositiveWeights: "is not computed from expert ids",
     PairsOfRows: r"selects pairs of a token and one of its experts by a mask \[tokens, k\]",
     OneValue: "values that are not known to be one for each row",
     TwoRouters: "list rows by different expert ids",
@@ -210,4 +210,4 @@ def test_a_refused_loop_after_a_rewritten_loop_has_a_reason() -> None:
     torch.manual_seed(0)
     module, (refusal,) = rewrite_loop(ExpertByExpert())
     assert count_gemms_and_selections(module)[0] == 3
-    assert "is not made of expert ids" in refusal.reason
+    assert "is not computed from expert ids" in refusal.reason

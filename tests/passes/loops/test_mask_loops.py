@@ -262,7 +262,7 @@ def test_experts_that_differ_only_in_constants_are_refused(name: str) -> None:
     torch.manual_seed(0)
     module, (refusal,) = rewrite_loop(ByNumber(name))
     assert count_gemms_and_selections(module)[0] == 0
-    assert re.search("other arguments than in other branches|with another value for each", refusal.reason)
+    assert re.search("other arguments than in other branches|with a different value for each", refusal.reason)
 
 
 @pytest.mark.slow

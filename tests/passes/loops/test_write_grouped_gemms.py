@@ -303,14 +303,14 @@ class CountsOfAnyLength(OtherCounts):
 
 
 REFUSED: list[tuple[type[nn.Module], str]] = [
-    (TwoActivations, "another branch"),
+    (TwoActivations, "in the first branch"),
     (NormOverRows, "works along the rows"),
     (OtherScales, "other arguments"),
     (WideScales, "float64 for all experts together"),
-    (DoubledCounts, "not known to cut out all rows"),
-    (CountsOfOtherIds, "not known to cut out all rows"),
-    (NarrowCounts, "not known to cut out all rows"),
-    (CountsOfAnyLength, "not known to cut out all rows"),
+    (DoubledCounts, "not known to be consecutive slices of all rows"),
+    (CountsOfOtherIds, "not known to be consecutive slices of all rows"),
+    (NarrowCounts, "not known to be consecutive slices of all rows"),
+    (CountsOfAnyLength, "not known to be consecutive slices of all rows"),
     (ShuffledOutputs, "in another order"),
 ]
 

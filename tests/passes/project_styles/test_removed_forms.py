@@ -204,10 +204,10 @@ class SlicesByEnds(SlicesByCounts):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (ColumnByColumn, "is not made of expert ids"),
+        (ColumnByColumn, "is not computed from expert ids"),
         (SummedWeights, "compares ids of experts, but does not select rows or weights by them alone"),
-        (LargestScore, "is not made of expert ids"),
-        (SortedScores, "is not made of expert ids"),
+        (LargestScore, "is not computed from expert ids"),
+        (SortedScores, "is not computed from expert ids"),
         (ScatteredSums, "expected result.index_add_(0, tokens, rows)"),
         (CopiedPairs, "expected result.index_add_(0, tokens, rows)"),
         (SlicesByEnds, "with a count n that the host read"),

@@ -170,7 +170,7 @@ def _one_value_for_all_sequences(model: TokenModel, ids: torch.Tensor) -> torch.
     ("forward", "reason"),
     [
         (_value_of_each_sequence, "has one value for each sequence"),
-        (_memory_for_more_tokens, "makes memory in which tokens have no place"),
+        (_memory_for_more_tokens, "allocates memory without the dimensions of the tokens"),
         (_windows, "divides the tokens of a sequence"),
         (_other_sequences, "divides"),
         (_one_value_for_all_sequences, "has tokens whose sequences are unknown"),

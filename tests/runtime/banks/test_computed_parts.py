@@ -19,9 +19,9 @@ from moepass.models.errors import InputError
 from moepass.passes.blocks.computed_weights import (
     NotComputedAheadError,
     before_transposes,
-    parameters_behind,
     recipe_of,
-    steps_behind,
+    weight_parameters,
+    weight_steps,
 )
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
@@ -77,7 +77,7 @@ def _graph(weights: Weights) -> tuple[Node, list[torch.Tensor]]:
 def _recipe(result: Node, parameters: list[torch.Tensor]) -> tuple[WeightRecipe, list[torch.Tensor]]:
     """Return the recipe of `weights`, and the parameters that it reads."""
     inputs = graph_inputs(result.graph)
-    read = parameters_behind(result)
+    read = weight_parameters(result)
     recipe = recipe_of(result, 0, {node: position for position, node in enumerate(read)})
     return recipe, [parameters[inputs.index(node)] for node in read]
 
@@ -142,7 +142,7 @@ def test_other_operators_that_compute_weights_are_named(case: str) -> None:
         assert torch.equal(computed_part(recipe, read), weights(*parameters))
         return
     with pytest.raises(NotComputedAheadError, match=reason):
-        steps_behind(result)
+        weight_steps(result)
 
 
 def test_arguments_and_parameters_that_are_written_to_are_no_weights() -> None:
@@ -150,12 +150,12 @@ def test_arguments_and_parameters_that_are_written_to_are_no_weights() -> None:
     scale = graph_inputs(result.graph)[2]
     scale.meta[ARGUMENT_KEY] = True
     with pytest.raises(NotComputedAheadError, match="which a caller may pass anew in every run"):
-        steps_behind(result)
+        weight_steps(result)
     scale.meta[ARGUMENT_KEY] = False
     with result.graph.inserting_after(result):
         result.graph.call_function(torch.ops.aten.copy_.default, (scale, scale))
     with pytest.raises(NotComputedAheadError, match="to which the model writes in every run"):
-        steps_behind(result)
+        weight_steps(result)
 
 
 @pytest.mark.parametrize("name", ["aten.sin.default", "aten.add_.Tensor", "os.view.default", "aten.cat.out", "eval"])

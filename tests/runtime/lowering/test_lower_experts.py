@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import moepass
-from moepass.passes.blocks.sink_token_gather import is_lookup, with_lookup
+from moepass.passes.blocks.sink_token_gather import first_expert_node, is_lookup
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.segment import NotLowered
 from moepass.passes.segments.expert_program import GroupedGemm, NotByExpertError, RowWork, read_program
@@ -237,7 +237,7 @@ def test_a_lookup_that_others_read_stays_where_it_is() -> None:
     for function, is_moved in ((keeps_rows, False), (gated, True)):
         graph = segment_of(function, *inputs).graph
         (first, *_) = (node for node in graph.nodes if is_call(node, gemm.default))
-        assert (with_lookup(first) is not first) == (is_moved and is_lookup(first.prev))
+        assert (first_expert_node(first) is not first) == (is_moved and is_lookup(first.prev))
         assert is_lookup(first.args[0]) == is_moved
 
 
