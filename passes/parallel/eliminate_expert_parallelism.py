@@ -35,7 +35,7 @@ from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.graph_writer import described_sizes, erase_unread, refresh_fake_values
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_float, positions
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
@@ -67,7 +67,7 @@ EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 @graph_pass(provides={"local"}, conflicts={"blocks"}, reorders_collectives=True, is_agreed=True)
 def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every block of expert parallelism by its local form."""
-    if not any(True for _ in communications_of(module.graph)):
+    if next(communications_of(module.graph), None) is None:
         return PassResult(module, plan)
     proved: set[str] = set()
     refusals: dict[str, Refusal] = {}
@@ -115,17 +115,18 @@ def _eliminate(
             block, bank = _bank_for(block, banks, banks_of)
             if block.name in context.leave:
                 raise NotThisForm(context.leave[block.name])
-            origin = _origin_of_tokens(local.graph, block)
+            tokens = _replicated_sources(block)
+            origin = ReplicatedValues(local.graph, block.group_name).origin(tokens) if tokens else Origin("", ())
             gathered, replaced[block.sink] = _replace(local.graph, block, bank, proved)
             if bank not in banks:
                 banks.append(bank)
                 banks_of[block.expert_tensors] = bank
         except (NotThisForm, ContractBroken) as error:
-            stays = block.exchanges[-1].node
-            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
+            refusals.append(refusal_of(local.graph, str(error), block.exchanges[-1].node, block.name, block.group_name))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
-            weights = _describe_weights(block)
+            values = [fake_value(tensor) for tensor in block.expert_tensors]
+            weights = ", ".join(f"{dtype_name(value.dtype)} {[block.experts, *value.shape[1:]]}" for value in values)
             local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
     stay = {ids.mask for ids in masks if ids.gather in local.graph.nodes}
@@ -154,12 +155,6 @@ def _check_group(block: ParallelBlock, banks: Sequence[BankSpec]) -> None:
 def _replicated_sources(block: ParallelBlock) -> list[Node]:
     """Return the sources that must be the same on all ranks."""
     return list(block.sources.values()) if block.form == "all_reduce" else []
-
-
-def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
-    """Return the origin of sources that must be the same on all ranks. Raises NotThisForm if they may differ."""
-    sources = _replicated_sources(block)
-    return ReplicatedValues(graph, block.group_name).origin(sources) if sources else Origin("", ())
 
 
 def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Sequence[str]]:
@@ -197,7 +192,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
     `proved` has the texts of proved blocks. Raises NotThisForm or ContractBroken, and leaves the graph as before.
     """
     read_known_lengths(graph, block)
-    doomed = _doomed(graph, block)
+    doomed = _doomed(block)
     before = set(graph.nodes)
     try:
         with graph.inserting_before(block.sink):
@@ -234,10 +229,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
     """Return the bank of all ranks' experts, with tensors named by role. Raises NotThisForm for repeated parameters."""
-    direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
-    for parameter in direct:
-        if direct.count(parameter) > 1:
-            raise NotThisForm(f"{named(parameter)} is a weight of several experts, or two weights of one")
+    numbers = {parameter: number for number, parameter in enumerate(_parameters(block))}
     tensors = []
     weights = [gemm.weights for gemm in block.gemms]
     for number, node in enumerate(block.expert_tensors):
@@ -246,14 +238,12 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
     layout = pack_layout(tensors)
     one_by_one = tuple(number for number, node in enumerate(block.expert_tensors) if is_expert_stack(node))
-    numbers = {parameter: number for number, parameter in enumerate(_parameters(block))}
     recipes = tuple(recipe_of(node, n, numbers) for n, node in enumerate(block.expert_tensors) if is_computed(node))
-    size = BankFormat.plain(layout.nbytes)
     return BankSpec(
         index,
         block.name,
         ADOPTED.name,
-        size,
+        BankFormat.plain(layout.nbytes),
         layout.tensors,
         block.bounds,
         block.group_name,
@@ -263,8 +253,14 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
 
 
 def _parameters(block: ParallelBlock) -> tuple[Node, ...]:
-    """Return the parameters of a block's bank: those that it stores unchanged, then those of computed weights."""
+    """Return the parameters of a block's bank: those that it stores unchanged, then those of computed weights.
+
+    Raises NotThisForm for repeated parameters.
+    """
     direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
+    for parameter in direct:
+        if direct.count(parameter) > 1:
+            raise NotThisForm(f"{named(parameter)} is a weight of several experts, or two weights of one")
     read = [parameter for node in filter(is_computed, block.expert_tensors) for parameter in weight_parameters(node)]
     return tuple(dict.fromkeys((*direct, *read)))
 
@@ -295,18 +291,15 @@ def _same_value(block: ParallelBlock, result: Node) -> None:
         )
 
 
-def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
+def _doomed(block: ParallelBlock) -> set[Node]:
     """Return assertions on exchanged sizes, and nodes that only they read. Raises NotThisForm for other readers."""
-    region = set(block.region)
-    position = positions(graph)
     exchanged = [exchange.node for exchange in block.exchanges if exchange.result is not block.sink]
-    doomed = _readers_outside(block, [node for node in exchanged if node in region])
+    doomed = _readers_outside(block, [node for node in exchanged if node in block.region])
     asserted = _only_asserted(doomed)
     if asserted != doomed:
-        stray = min(doomed - asserted, key=position.__getitem__)
         raise NotThisForm(
-            f"what its ranks exchange is also read by {named(stray)}, so the exchange cannot go; expected nothing but "
-            "its experts to read it"
+            f"what its ranks exchange is also read by {named(min(doomed - asserted))}, so the exchange cannot go; "
+            "expected nothing but its experts to read it"
         )
     # Other nodes may read the sizes that this rank sends.
     sizes = [node for node in block.region if is_call(node, aten._local_scalar_dense.default)]
@@ -324,17 +317,12 @@ def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
 
 def _only_asserted(nodes: set[Node]) -> set[Node]:
     """Return the assertions among `nodes`, and the nodes that only these read."""
-    asserted = set(nodes)
-    while True:
-        read = {
-            node
-            for node in asserted
-            if not (is_call(node, aten._assert_scalar.default) or _asserts_integers(node, nodes))
-            and (not node.users or any(user not in asserted for user in node.users))
-        }
-        if not read:
-            return asserted
-        asserted -= read
+    asserted: set[Node] = set()
+    for node in sorted(nodes, reverse=True):
+        is_assertion = is_call(node, aten._assert_scalar.default) or _asserts_integers(node, nodes)
+        if is_assertion or (node.users and asserted.issuperset(node.users)):
+            asserted.add(node)
+    return asserted
 
 
 def _asserts_integers(node: Node, nodes: set[Node]) -> bool:
@@ -343,8 +331,3 @@ def _asserts_integers(node: Node, nodes: set[Node]) -> bool:
         return False
     steps = ancestors(node, follow=nodes.__contains__)
     return not any(is_float(used) for step in steps for used in step.all_input_nodes)
-
-
-def _describe_weights(block: ParallelBlock) -> str:
-    values = [fake_value(tensor) for tensor in block.expert_tensors]
-    return ", ".join(f"{dtype_name(value.dtype)} {[block.experts, *value.shape[1:]]}" for value in values)

@@ -8,7 +8,6 @@ of nodes. A number counts rows if it depends on their number (row_flow.py), not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -16,7 +15,6 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
-from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.ops.arguments import named_arguments
@@ -24,7 +22,6 @@ from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.rows.row_flow import RowFlow, flow_in_local_form
-from moepass.passes.rows.row_rules import Place
 
 
 def experts_text(local: LocalForm) -> tuple[str, ...]:
@@ -33,14 +30,10 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
     leaves = {local.rows: "rows", local.ends: "where each expert's rows end"}
     if local.row_ids is not None:
         leaves[local.row_ids] = "the expert of each row"
-    for number, node in enumerate(local.travelling):
-        leaves[node] = f"what travels with the rows, {number}"
-    for number, complete in enumerate(local.complete.values()):
-        leaves[complete] = f"expert tensor {number}"
-
+    leaves |= {node: f"what travels with the rows, {number}" for number, node in enumerate(local.travelling)}
+    leaves |= {node: f"expert tensor {number}" for number, node in enumerate(local.complete.values())}
     flow = flow_in_local_form(local)
     rows = fake_value(local.rows).shape[0]
-    sizes = _Sizes(flow, rows)
 
     def describe_leaf(node: Node) -> str:
         if node in leaves:
@@ -52,78 +45,65 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
     text = CanonicalText(describe_leaf)
     for node in leaves:
         text.add_source(node)
-    needed = _needed(local, leaves, flow)
+
+    def is_needed(node: Node) -> bool:
+        return node not in leaves and node.op == "call_function" and node not in flow.sizes
+
+    needed = set(filter(is_needed, ancestors(local.outputs, follow=is_needed)))
     for node in local.written:
         if node in needed and node in flow.full_slices:
             text.add_alias(node, node.all_input_nodes[0])
         elif node in needed:
-            text.add(node, sizes.describe(node), arguments=sizes.arguments(node))
+            text.add(node, _describe_results(node, flow, rows), arguments=_arguments(node, flow, rows))
+    kinds = (call.kind + " of a mask" * (OF_MASK_KEY in call.node.meta) for call in block.exchanges)
     text.remark(
-        f"{block.form} of {block.experts} experts, {', '.join(map(_kind, block.exchanges))}, "
+        f"{block.form} of {block.experts} experts, {', '.join(kinds)}, "
         f"shards {block.bounds}, to {fake_value(block.sink).dtype}{', some dropped' * block.drops}"
     )
     text.remark(f"casts of rows {local.types}")
     return tuple(str(text).splitlines())
 
 
-def _kind(exchange: Collective) -> str:
-    return f"{exchange.kind} of a mask" if OF_MASK_KEY in exchange.node.meta else exchange.kind
+def _describe_results(node: Node, flow: RowFlow, rows: Any) -> str:
+    """Return the dtypes and sizes of the results of `node`, without the number of rows."""
+    value, layout, places = fake_value(node), flow.layouts.get(node), flow.places.get(node, {})
 
-
-def _needed(local: LocalForm, leaves: Mapping[Node, str], flow: RowFlow) -> set[Node]:
-    def is_needed(node: Node) -> bool:
-        return node not in leaves and node.op == "call_function" and node not in flow.sizes
-
-    return set(filter(is_needed, ancestors(local.outputs, follow=is_needed)))
-
-
-class _Sizes:
-    """Descriptions of nodes without the number of rows."""
-
-    def __init__(self, flow: RowFlow, rows: Any) -> None:
-        self._flow = flow
-        self._rows = rows
-
-    def describe(self, node: Node) -> str:
-        """Return the dtypes and sizes of the results of `node`."""
-        value, layout = fake_value(node), self._flow.layouts.get(node)
-        if not isinstance(value, (torch.Tensor, tuple, list)):
-            return type(value).__name__
-        if isinstance(value, torch.Tensor):
-            if node not in self._flow.layouts:  # GEMMs and biases of a local form are by row
-                return _described(value)
-            return self._tensor(value, layout, self._flow.places.get(node, {}))
-        layouts = layout if isinstance(layout, tuple) else (None,) * len(value)
-        return f"({'; '.join(self._tensor(*parts, {}) for parts in zip(value, layouts, strict=True))})"
-
-    def _tensor(self, value: torch.Tensor, layout: Any, places: Mapping[Place, int]) -> str:
+    def describe(tensor: torch.Tensor, layout: Any) -> str:
         sizes = [
-            _in_rows(size, self._rows)
+            _in_rows(size, rows)
             if isinstance(size, torch.SymInt) or ("size", dim) in places or (layout and layout.has_rows_along(dim))
             else str(size)
-            for dim, size in enumerate(value.shape)
+            for dim, size in enumerate(tensor.shape)
         ]
-        return _typed(value, sizes)
+        return _typed(tensor, sizes)
 
-    def arguments(self, node: Node) -> tuple[Any, Any]:
-        """Return the arguments of `node`, with numbers that count rows as multiples of the number of rows."""
-        multiples = self._flow.places.get(node, {})
+    if isinstance(value, torch.Tensor):
+        # GEMMs and biases of a local form are by row.
+        return describe(value, layout) if node in flow.layouts else _described(value)
+    if not isinstance(value, (tuple, list)):
+        return type(value).__name__
+    layouts = layout if isinstance(layout, tuple) else (None,) * len(value)
+    return f"({'; '.join(map(describe, value, layouts))})"
 
-        def change(name: str, argument: Any, position: int = 0) -> Any:
-            if isinstance(argument, (list, tuple)):
-                changed = [change(name, item, number) for number, item in enumerate(argument)]
-                return tuple(changed) if isinstance(argument, tuple) else changed
-            if (name, position) in multiples:
-                return f"{multiples[name, position]} x rows"
-            if isinstance(argument, torch.device):
-                return argument.type
-            in_flow = isinstance(argument, Node) and argument in self._flow.sizes
-            return _in_rows(fake_value(argument), self._rows) if in_flow else argument
 
-        arguments = named_arguments(node)
-        names = list(arguments)[: len(node.args)]
-        args = tuple(change(name, argument) for name, argument in zip(names, node.args, strict=False))
-        return args, {name: change(name, value) for name, value in node.kwargs.items()}
+def _arguments(node: Node, flow: RowFlow, rows: Any) -> tuple[Any, Any]:
+    """Return the arguments of `node`, with numbers that count rows as multiples of the number of rows."""
+    multiples = flow.places.get(node, {})
+
+    def change(name: str, argument: Any, position: int = 0) -> Any:
+        if isinstance(argument, (list, tuple)):
+            changed = [change(name, item, number) for number, item in enumerate(argument)]
+            return tuple(changed) if isinstance(argument, tuple) else changed
+        if (name, position) in multiples:
+            return f"{multiples[name, position]} x rows"
+        if isinstance(argument, torch.device):
+            return argument.type
+        in_flow = isinstance(argument, Node) and argument in flow.sizes
+        return _in_rows(fake_value(argument), rows) if in_flow else argument
+
+    names = list(named_arguments(node))[: len(node.args)]
+    args = tuple(change(name, argument) for name, argument in zip(names, node.args, strict=False))
+    return args, {name: change(name, value) for name, value in node.kwargs.items()}
 
 
 def _described(value: torch.Tensor) -> str:

@@ -7,7 +7,6 @@ An exchange cannot be removed while a node outside the block reads its result, e
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import sympy
 import torch
@@ -25,7 +24,9 @@ aten = torch.ops.aten
 
 def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
     """Let nodes outside `block` read sizes that do not depend on its exchanges, except in assertions of equal sizes."""
-    region, exchanged = set(block.region), _exchanged(block)
+    region, exchanges = set(block.region), [exchange.node for exchange in block.exchanges]
+    # Nodes that depend on the exchanges, but not through the result of the block.
+    exchanged = set(descendants(*exchanges, follow=lambda user: user is not block.sink)) - {block.sink}
     known_sizes: dict[sympy.Expr, Node] = {}
     for node in list(graph.nodes):
         if not isinstance(fake_value(node), torch.SymInt):
@@ -53,7 +54,8 @@ def read_whole_quotients(graph: Graph) -> None:
         if not (isinstance(product, Node) and isinstance(number, int) and number > 0 and _is_unknown(product)):
             continue
         quotient = (size_expression(product) / number).expand()
-        factor = next((factor for factor in _factors(product) if size_expression(factor) == quotient), None)
+        factors = ancestors(product, stop=lambda node: not is_call(node, operator.mul))
+        factor = next((factor for factor in factors if size_expression(factor) == quotient), None)
         if factor is not None:
             node.replace_all_uses_with(factor)
             erase_unread(graph, node)
@@ -62,13 +64,3 @@ def read_whole_quotients(graph: Graph) -> None:
 def _is_unknown(node: Node) -> bool:
     env = fake_value(node).node.shape_env
     return any(map(env.is_unbacked_symint, size_expression(node).free_symbols))
-
-
-def _factors(product: Node) -> Iterator[Node]:
-    return ancestors(product, stop=lambda node: not is_call(node, operator.mul))
-
-
-def _exchanged(block: ParallelBlock) -> set[Node]:
-    """Return the nodes that depend on the block's exchanges, but not through its result."""
-    exchanges = [exchange.node for exchange in block.exchanges]
-    return set(descendants(*exchanges, follow=lambda user: user is not block.sink)) - {block.sink}

@@ -78,14 +78,9 @@ def blocks_to_leave(proposals: Sequence[Proposal]) -> dict[str, str]:
     """Return reasons, by name, for blocks that not all ranks take alike; UNEXPLAINED if only their texts can tell."""
     names = dict.fromkeys(block.name for proposal in proposals for block in proposal.takes)
     unequal = _first_difference([proposal.exchanges for proposal in proposals])
-    reasons: dict[str, str] = {}
-    for name in names:
-        reason = _why_not(name, proposals)
-        if reason is None and unequal is not None:
-            reason = f"ranks talk to each other in different orders: {unequal}"
-        if reason is not None:
-            reasons[name] = reason
-    return reasons
+    order = None if unequal is None else f"ranks talk to each other in different orders: {unequal}"
+    reasons = {name: _why_not(name, proposals) or order for name in names}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _in_full(refusal: Refusal) -> str:
@@ -95,12 +90,11 @@ def _in_full(refusal: Refusal) -> str:
 
 
 def _why_not(name: str, proposals: Sequence[Proposal]) -> str | None:
-    takers = [rank for rank, proposal in enumerate(proposals) if proposal.signatures(name)]
     for rank, proposal in enumerate(proposals):
         refused = next((block for block in proposal.leaves if block.name == name), None)
         if refused is not None:
             return f"rank {rank} cannot take it: {refused.reason}"
-        if rank not in takers:
+        if not proposal.signatures(name):
             return f"rank {rank} does not see it in the graph that it runs here"
     if any(proposal.signatures(name) != proposals[0].signatures(name) for proposal in proposals):
         return UNEXPLAINED

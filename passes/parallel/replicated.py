@@ -26,9 +26,9 @@ from moepass.passes.graph.canonical_text import describe_constant, describe_targ
 from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.contents import inputs_read, is_uninitialised
 from moepass.passes.graph.known_operators import why_not_pure
-from moepass.passes.graph.nodes import constant_of, fake_value, map_nodes
+from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import input_name, named, source_line
+from moepass.passes.graph.source_lines import describe_shape, input_name, named, source_line
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.ops.walk import walk
@@ -49,13 +49,12 @@ class Origin:
 class _Path:
     """The nodes on all paths to `ends`, in host order, without those on earlier paths.
 
-    `written` is the input to which `ends` are written, or None. `read` are nodes whose contents matter.
+    `written` is the input to which `ends` are written, or None.
     """
 
     written: Node | None
     ends: tuple[Node, ...]
     nodes: tuple[Node, ...]
-    read: frozenset[Node]
 
 
 class ReplicatedValues:
@@ -70,13 +69,20 @@ class ReplicatedValues:
     def origin(self, nodes: Sequence[Node]) -> Origin:
         """Return the origin of `nodes`. Raises NotThisForm if they depend on values that may differ between ranks."""
         paths = list(self._paths(nodes))
-        read = {node for path in paths for node in path.read}
+        # Nodes whose contents matter.
+        read = {node for path in paths for node in path.ends}
+        for path in paths:
+            for node in path.nodes:
+                if not self._is_equal_by_itself(node):
+                    read.update(inputs_read(node)[0])
         for path in paths:
             for node in path.nodes:
                 self._check_equal(node, node in read, path)
         texts = [self._digest(node) for node in nodes]
         for path in paths[1:]:
-            texts += [f"{self._described_write(path)} {self._digest(node)}" for node in path.ends]
+            assert path.written is not None
+            index = self._input_indices[path.written]
+            texts += [f"written to input {index} {self._digest(node)}" for node in path.ends]
         digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
         return Origin(digest, tuple(node.name for path in paths for node in path.nodes if node.op == "placeholder"))
 
@@ -113,34 +119,25 @@ class ReplicatedValues:
 
     def _paths(self, nodes: Sequence[Node]) -> Iterator[_Path]:
         """Yield the path to `nodes`, and those to the graph's writes to inputs that they read."""
-        pending: list[tuple[Node | None, tuple[Node, ...]]] = [(None, tuple(nodes))]
         visited: set[Node] = set()
-        while pending:
-            written, ends = pending.pop(0)
-            needed, read = self._path_nodes(ends)
-            fresh = tuple(node for node in needed if node not in visited)
+
+        def path_to(ends: Sequence[Node], written: Node | None = None) -> _Path:
+            fresh = [node for node in sorted(walk(ends, self._sources)) if node not in visited]
             visited.update(fresh)
-            pending += [(node, self._writes[node]) for node in fresh if node in self._writes]
-            yield _Path(written, ends, fresh, frozenset(read))
+            return _Path(written, tuple(ends), tuple(fresh))
 
-    def _described_write(self, path: _Path) -> str:
-        assert path.written is not None
-        return f"written to input {self._input_indices[path.written]}"
+        def writes_on(path: _Path) -> list[_Path]:
+            return [path_to(self._writes[node], node) for node in path.nodes if node in self._writes]
 
-    def _path_nodes(self, nodes: Sequence[Node]) -> tuple[list[Node], set[Node]]:
-        """Return `nodes` and their ancestors up to results that all ranks share, and those whose contents matter."""
-        needed, read = sorted(walk(nodes, self._sources)), set(nodes)
-        for node in needed:
-            if not self._is_equal_by_itself(node):
-                read.update(inputs_read(node)[0])
-        return needed, read
+        return walk([path_to(nodes)], writes_on)
 
     def _sources(self, node: Node) -> list[Node]:
         if self._is_equal_by_itself(node):
             return []
         read, sized = inputs_read(node)
         read_sizes = {_sizes_of(used) for used in read}
-        return read + [used for used in sized if not _has_constant_sizes(used) and _sizes_of(used) not in read_sizes]
+        unknown = (used for used in sized if not all(isinstance(size, int) for size in fake_value(used).shape))
+        return read + [used for used in unknown if _sizes_of(used) not in read_sizes]
 
     def _is_equal_by_itself(self, node: Node) -> bool:
         """Return whether the result is equal on all ranks for any inputs, as that of an all-reduce."""
@@ -167,19 +164,21 @@ class ReplicatedValues:
         if node.target is gather:
             return f"the complete bank of {node.meta.get('moepass_block')}"
         if self._is_equal_by_itself(node):
-            return f"{describe_target(node)} number {self._number_of(node)} of these ranks"
+            # All ranks make the calls of one operator in one order.
+            calls = node.graph.find_nodes(op="call_function", target=node.target)
+            number = sum(1 for call in calls if call < node and self._names_group(call))
+            return f"{describe_target(node)} number {number} of these ranks"
         sources = set(self._sources(node))
 
-        def name(used: Node) -> str:
-            return names[used] if used in sources else _describe_value(fake_value(used))
+        def describe_argument(argument: Any) -> Any:
+            if isinstance(argument, torch.device):
+                return argument.type  # the indices of ranks' devices differ
+            if isinstance(argument, Node):
+                return names[argument] if argument in sources else _describe_value(fake_value(argument))
+            return argument
 
-        arguments = map_nodes((node.args, node.kwargs), name)
-        return f"{describe_target(node)} {_without_device_numbers(arguments)}"
-
-    def _number_of(self, node: Node) -> int:
-        """Return the index of `node` among the group's calls of its operator. All ranks make them in one order."""
-        calls = node.graph.find_nodes(op="call_function", target=node.target)
-        return sum(1 for call in calls if call < node and self._names_group(call))
+        arguments = torch.fx.node.map_aggregate((node.args, node.kwargs), describe_argument)
+        return f"{describe_target(node)} {arguments}"
 
 
 def _sizes_of(node: Node) -> str:
@@ -187,23 +186,6 @@ def _sizes_of(node: Node) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else ""
 
 
-def _has_constant_sizes(node: Node) -> bool:
-    return all(isinstance(size, int) for size in fake_value(node).shape)
-
-
 def _describe_value(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        sizes = [str(size) if isinstance(size, int) else "?" for size in value.shape]
-        return f"{value.dtype} [{', '.join(sizes)}] on {value.device.type}"
-    return type(value).__name__
-
-
-def _without_device_numbers(arguments: Any) -> Any:
-    """Return `arguments` with device types for devices, since the indices of ranks' devices differ."""
-    if isinstance(arguments, torch.device):
-        return arguments.type
-    if isinstance(arguments, dict):
-        return {name: _without_device_numbers(value) for name, value in arguments.items()}
-    if isinstance(arguments, (list, tuple)):
-        return [_without_device_numbers(value) for value in arguments]
-    return arguments
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{describe_shape(value)} on {value.device.type}" if is_tensor else type(value).__name__

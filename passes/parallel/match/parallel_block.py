@@ -77,6 +77,16 @@ class ParallelBlock:
         return self.exchanges[-2 - len(self.travelling) : -1]
 
     @property
+    def top_k(self) -> int:
+        """The number of experts per token; 1 if the rows are pairs of a token and an expert already."""
+        return int(fake_value(self.sources["ids"]).shape[1]) if "ids" in self.sources else 1
+
+    @property
+    def expert_counts(self) -> set[int]:
+        """The numbers of experts that a rank may hold."""
+        return {stop - start for start, stop in itertools.pairwise(self.bounds)}
+
+    @property
     def own_experts(self) -> range:
         return range(self.bounds[self.group.rank], self.bounds[self.group.rank + 1])
 

@@ -11,20 +11,18 @@ function between GEMMs may mix features, since the local form repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import collective_of
-from moepass.passes.graph.nodes import fake_value, is_call, several
+from moepass.passes.graph.nodes import fake_value, several
 from moepass.passes.ops.arguments import all_arguments, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-
-aten = torch.ops.aten
+from moepass.passes.rows.row_rules import is_flat
 
 
 def feature_dependent_node(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
@@ -60,43 +58,36 @@ def _is_by_row(mask: Node, masked: Node) -> bool:
     value = fake_value(mask)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
-    dims = zip(value.shape[1:], value.stride()[1:], strict=True)
-    is_flat = all((isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in dims)
-    return is_flat and value.dim() == fake_value(masked).dim()
-
-
-def _is_flat(node: Node, alike: set[Node]) -> bool:
-    """Return whether the features of an operand were treated alike, or are equal."""
-    value = fake_value(node)
-    if node in alike or not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return True
-    last, stride = value.shape[-1], value.stride(-1)
-    return isinstance(last, int) and (last == 1 or (isinstance(stride, int) and stride == 0))
+    return value.dim() == fake_value(masked).dim() and all(is_flat(mask, dim) for dim in range(1, value.dim()))
 
 
 def _treats_alike(node: Node, alike: set[Node]) -> bool:
     """Return whether `node`, which has operands of rows, treats all of their features alike."""
+
+    def is_alike(used: Any) -> bool:
+        """Return whether the features of an operand were treated alike, or are equal."""
+        value = fake_value(used) if isinstance(used, Node) else None
+        return used in alike or not isinstance(value, torch.Tensor) or value.dim() == 0 or is_flat(used, -1)
+
     if collective_of(node) is not None or has_trait(node, Trait.WAIT, Trait.ITEM):
         return True
     arguments = all_arguments(node)
     if has_trait(node, Trait.ELEMENTWISE):
-        return all(_is_flat(used, alike) for used in node.all_input_nodes)
+        return all(map(is_alike, node.all_input_nodes))
     if has_trait(node, Trait.RESHAPE, Trait.EXPAND):
         return _keeps_width(node)
     is_along = has_trait(node, Trait.ALONG, Trait.TOGETHER, Trait.SLICE_WRITE)
     if is_along or base_operation(node) in ("index_select", "index_add", "index_copy"):
+        index = arguments.get("index")
         # An index with as many dimensions as the rows must be the same for all features.
-        index = arguments.get("index") if has_trait(node, Trait.TOGETHER) else None
-        operands = [
-            used for used in _tensors(arguments, ("self", "tensors", "src", "source", "input")) if used is not index
-        ]
-        by_row = index is None or (isinstance(index, Node) and _is_flat(index, alike) and _keeps_width(node))
-        return by_row and _not_along_last(node, arguments) and all(_is_flat(used, alike) for used in operands)
+        by_row = not isinstance(index, Node) or not has_trait(node, Trait.TOGETHER)
+        by_row = by_row or (is_alike(index) and _keeps_width(node))
+        operands = (used for used in node.all_input_nodes if used is not index)
+        return by_row and _not_along_last(node, arguments) and all(map(is_alike, operands))
     if has_trait(node, Trait.LOOKUP, Trait.WRITE):
-        indices = arguments["indices"]
-        rows = arguments["self"]
+        indices, rows = arguments["indices"], arguments["self"]
         keeps_last = len(indices) < fake_value(rows).dim() or indices[-1] is None
-        return keeps_last and all(_is_flat(used, alike) for used in _tensors(arguments, ("self", "values")))
+        return keeps_last and is_alike(rows) and is_alike(arguments.get("values"))
     if has_trait(node, Trait.PAD):
         return all(isinstance(size, int) and size == 0 for size in arguments["pad"][:2])
     if has_trait(node, Trait.REPEAT):
@@ -115,21 +106,9 @@ def _keeps_width(node: Node) -> bool:
 
 
 def _not_along_last(node: Node, arguments: dict[str, Any]) -> bool:
-    value = fake_value(node)
-    after = value[0] if isinstance(value, (tuple, list)) else value
-    before = next(fake_value(used) for used in _tensors(arguments, ("self", "tensors", "input")))
-    chosen = arguments.get("dims", arguments.get("dim"))
-    if chosen is None or chosen == []:
+    dims = arguments.get("dims", arguments.get("dim"))
+    if dims is None or dims == []:
         return False  # along all dimensions
     # `stack` counts dimensions of its result.
-    number = after.dim() if is_call(node, aten.stack.default) else before.dim()
-    dims = chosen if isinstance(chosen, Sequence) else [chosen]
-    return all(isinstance(dim, int) and dim % number != number - 1 for dim in dims)
-
-
-def _tensors(arguments: dict[str, Any], names: Sequence[str]) -> Iterator[Node]:
-    for name in names:
-        value = arguments.get(name)
-        for item in several(value):
-            if isinstance(item, Node) and isinstance(fake_value(item), torch.Tensor):
-                yield item
+    number = fake_value(node if base_operation(node) == "stack" else node.all_input_nodes[0]).dim()
+    return all(isinstance(dim, int) and dim % number != number - 1 for dim in several(dims))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -20,14 +20,13 @@ from torch.fx import Node
 
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
+from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes, symbolic_sizes
 from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.scenarios import Scenario
-from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
 
@@ -63,12 +62,6 @@ class Steps:
             if node is not wanted:
                 self.drops[index].append(node)
 
-    @classmethod
-    def between(cls, nodes: Iterable[Node], sources: set[Node], wanted: Node) -> Steps:
-        """Return the steps among `nodes` that compute `wanted` from `sources`."""
-        needed = set(ancestors(wanted, follow=lambda used: used not in sources)) - sources
-        return cls((node for node in nodes if node in needed), wanted)
-
 
 class MockBlock:
     """A block and the local form that was written for it, ready to run."""
@@ -80,9 +73,12 @@ class MockBlock:
         self.result = result
         self.region = Steps(block.region, block.sink)
         self.local_form = Steps(local.written, result)
-        sources = {local.rows, local.ends, *local.travelling, *([local.row_ids] if local.row_ids is not None else [])}
-        self.experts = Steps.between(local.written, sources, local.outputs)
-        self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
+        inputs = {local.rows, local.ends, local.row_ids, *local.travelling}
+        needed = set(ancestors(local.outputs, follow=lambda used: used not in inputs)) - inputs
+        self.experts = Steps((node for node in local.written if node in needed), local.outputs)
+        # The numbers of all GEMMs among those of the block, and their experts.
+        self.gemms = {gemm.node: (number, block.own_experts) for number, gemm in enumerate(block.gemms)}
+        self.gemms |= {node: (number, range(block.experts)) for node, number in local.gemms.items()}
         self.sizes = symbol_sizes(block)
         # Widths of the rows into and out of each GEMM.
         self.widths = [(gemm.inner, gemm.outer) for gemm in block.gemms]
@@ -110,12 +106,13 @@ class MockRun:
              torch.randn(experts, outer, generator=generator, dtype=torch.float64))
             for inner, outer in mock.widths
         ]  # fmt: skip
-        weights = {gemm.weights for gemm in block.gemms}
-        self.biases = {
-            node: torch.randn((experts, *mock.shape(node)[1:]), generator=generator, dtype=torch.float64)
-            for node in block.expert_tensors
-            if node not in weights
-        }
+        weights, owned = {gemm.weights for gemm in block.gemms}, block.own_experts
+        self.biases: dict[Node, torch.Tensor] = {}
+        for node in block.expert_tensors:
+            if node not in weights:
+                biases = torch.randn((experts, *mock.shape(node)[1:]), generator=generator, dtype=torch.float64)
+                self.biases[mock.local.complete[node]] = biases
+                self.biases[node] = biases[owned.start : owned.stop]
 
     def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
         """Return the block's result for this rank's `sources`; `answer` plays the other ranks."""
@@ -173,11 +170,8 @@ class MockRun:
             self.ranges.observe(node, value)
 
     def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
-        number = self.mock.own_gemms.get(node)
-        if number is not None:
-            return self._gemm(number, node, value_of, self.block.own_experts)
-        if node in self.local.gemms:
-            return self._gemm(self.local.gemms[node], node, value_of, range(self.block.experts))
+        if node in self.mock.gemms:
+            return self._gemm(node, value_of, *self.mock.gemms[node])
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
@@ -203,7 +197,8 @@ class MockRun:
             return answer(collective, inputs["input"], *([int(size) for size in split] for split in sizes))
         if is_call(node, WAIT):
             return args[0]
-        value = node.target(*_doubled(args), **_doubled(kwargs))  # type: ignore[operator]
+        doubled = {name: _doubled(argument) for name, argument in kwargs.items()}
+        value = node.target(*map(_doubled, args), **doubled)  # type: ignore[operator]
         if has_trait(node, Trait.EMPTY):
             _spoil(value)
         return value
@@ -215,17 +210,14 @@ class MockRun:
         if not isinstance(value, torch.Tensor):
             return concrete(value, self.mock.sizes)
         if node in self.biases:
-            owned = self.block.own_experts
-            return self.biases[node][owned.start : owned.stop]
-        for local, complete in self.local.complete.items():
-            if complete is node and local in self.biases:
-                return self.biases[local]
+            return self.biases[node]
         # Weights, which only GEMMs read, without computing. A view of one zero takes no memory.
         return torch.zeros((), dtype=torch.float64).expand(self.mock.shape(node))
 
-    def _gemm(self, number: int, node: Node, value_of: Callable[[Node], Any], experts: range) -> torch.Tensor:
+    def _gemm(self, node: Node, value_of: Callable[[Node], Any], number: int, experts: range) -> torch.Tensor:
         row_factors, expert_factors = self.gemm_tables[number]
-        rows, ends = (value_of(argument) for argument in _rows_and_ends(node))
+        arguments = named_arguments(node)
+        rows, ends = value_of(next(iter(arguments.values()))), value_of(arguments["offs"])
         if len(ends) != len(experts):
             raise ContractBroken(f"a GEMM has {len(ends)} offsets for {len(experts)} experts")
         counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
@@ -248,18 +240,11 @@ def _constant(node: Node) -> torch.Tensor:
     return value.cpu().double() if value.is_floating_point() else value.cpu()
 
 
-def _doubled(arguments: Any) -> Any:
-    """Return arguments of an operator with float64 for floating dtypes, and the CPU for devices."""
-
-    def change(argument: Any) -> Any:
-        if isinstance(argument, torch.dtype) and argument.is_floating_point:
-            return torch.float64
-        return torch.device("cpu") if isinstance(argument, torch.device) else argument
-
-    # Lists contain no dtypes and devices.
-    if isinstance(arguments, dict):
-        return {name: change(argument) for name, argument in arguments.items()}
-    return [change(argument) for argument in arguments]
+def _doubled(argument: Any) -> Any:
+    """Return an argument of an operator, with float64 for a floating dtype, and the CPU for a device."""
+    if isinstance(argument, torch.dtype) and argument.is_floating_point:
+        return torch.float64
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
 def _spoil(memory: torch.Tensor) -> None:
@@ -269,35 +254,22 @@ def _spoil(memory: torch.Tensor) -> None:
     elif memory.dtype is torch.bool:
         memory.bernoulli_(0.5, generator=torch.Generator().manual_seed(0))
     else:
-        memory.fill_(UNWRITTEN.get(memory.dtype, torch.iinfo(memory.dtype).max))
-
-
-def _rows_and_ends(gemm: Node) -> tuple[Node, Node]:
-    arguments = named_arguments(gemm)
-    return next(iter(arguments.values())), arguments["offs"]
+        memory.fill_(torch.iinfo(memory.dtype).max)
 
 
 def symbol_sizes(block: ParallelBlock) -> dict[Any, int]:
     """Return a size for each symbol of the block's shapes that is known before a run."""
-    sizes = itertools.chain(SYMBOL_SIZES, itertools.count(SYMBOL_SIZES[-1] + 1))
-    return {symbol: next(sizes) for symbol in dict.fromkeys(_known_symbols(block))}
-
-
-def _known_symbols(block: ParallelBlock) -> Iterator[Any]:
-    of_sources = {symbol for node in block.sources.values() for symbol in _symbols_of(node)}
-    for node in (*block.sources.values(), *block.region):
-        value = fake_value(node)
-        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
-            if isinstance(size, torch.SymInt):
-                env = size.node.shape_env
-                for symbol in sorted(size.node.expr.free_symbols, key=str):
-                    # An unbacked size of a source is known before the block runs.
-                    if symbol in of_sources or not env.is_unbacked_symint(symbol):
-                        yield symbol
-
-
-def _symbols_of(node: Node) -> set[Any]:
-    return {symbol for size in fake_value(node).shape for symbol in size_expression(size).free_symbols}
+    sources = block.sources.values()
+    source_sizes = itertools.chain.from_iterable(fake_value(node).shape for node in sources)
+    of_sources = {symbol for size in source_sizes for symbol in size_expression(size).free_symbols}
+    unused = itertools.chain(SYMBOL_SIZES, itertools.count(SYMBOL_SIZES[-1] + 1))
+    sizes: dict[Any, int] = {}
+    for size in symbolic_sizes((*sources, *block.region)):
+        for symbol in sorted(size.node.expr.free_symbols - sizes.keys(), key=str):
+            # An unbacked size of a source is known before the block runs.
+            if symbol in of_sources or not size.node.shape_env.is_unbacked_symint(symbol):
+                sizes[symbol] = next(unused)
+    return sizes
 
 
 def concrete(size: Any, sizes: Mapping[Any, int]) -> int:

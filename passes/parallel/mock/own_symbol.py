@@ -22,7 +22,7 @@ from sympy.core.function import Application
 from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, several
+from moepass.passes.graph.nodes import fake_value, symbolic_sizes
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.walk import ancestors
@@ -31,10 +31,8 @@ from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import SYMBOL_SIZES, MockBlock
 from moepass.passes.parallel.mock.small_copy import BlockCopier, SmallCopy
 from moepass.passes.parallel.mock.small_guess import Guess, SmallMock
-from moepass.passes.parallel.mock.small_sizes import Scale
+from moepass.passes.parallel.mock.small_sizes import Scale, own_rows_of
 from moepass.passes.rows.row_layout import ratio
-
-_AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())
 
 
 def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
@@ -45,7 +43,7 @@ def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
 
 def _tokens(block: ParallelBlock) -> sympy.Expr | None:
     """Return this rank's number of tokens (else rows) or slots per expert if it is computed before a run; else None."""
-    rows = fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
+    rows = own_rows_of(block)
     if not isinstance(rows, torch.SymInt):  # slots
         return None
     if block.form == "all_to_all_slots":
@@ -65,7 +63,7 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
 class _Renamer(BlockCopier):
     def __init__(self, mock: MockBlock, tokens: sympy.Expr) -> None:
         self._new_symbol = sympy.Symbol("own_tokens", integer=True, nonnegative=True)
-        as_captured = SmallMock(mock, _AS_CAPTURED)
+        as_captured = SmallMock(mock, Scale())
         as_captured.sizes = {**mock.sizes, self._new_symbol: SYMBOL_SIZES[0]}
         super().__init__(as_captured, Guess())
         self._block, self._result = mock.block, mock.result
@@ -117,15 +115,10 @@ class _Renamer(BlockCopier):
     def _check(self, node: Node) -> None:
         """Raise NotThisForm if `node` or an input has a size that does not follow from the number of tokens."""
         for used in (node, *node.all_input_nodes):
-            value = fake_value(used)
-            for item in several(value):
-                for size in item.shape if isinstance(item, torch.Tensor) else (item,):
-                    if isinstance(size, torch.SymInt) and self._depends_on_more(self.expression(size)):
-                        raise NotThisForm(
-                            f"{named(used)} computes with a size from which the number of tokens is computed; "
-                            "expected all sizes to follow from the number of tokens"
-                        )
-
-    def _depends_on_more(self, size: sympy.Expr) -> bool:
-        is_integral = all(times.is_Integer for times in size.as_coefficients_dict().values())
-        return not is_integral or bool(size.free_symbols & self._tokens.free_symbols)
+            for size in map(self.expression, symbolic_sizes([used])):
+                is_integral = all(times.is_Integer for times in size.as_coefficients_dict().values())
+                if not is_integral or size.free_symbols & self._tokens.free_symbols:
+                    raise NotThisForm(
+                        f"{named(used)} computes with a size from which the number of tokens is computed; expected all "
+                        "sizes to follow from the number of tokens"
+                    )

@@ -26,12 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.nodes import fake_value, map_nodes
-from moepass.passes.ops.arguments import replace_numbers
 from moepass.passes.parallel.mock.feature_flow import feature_dependent_node
 from moepass.passes.parallel.mock.mock_run import MockBlock, MockRun
-from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, position_of, size_readings
+from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, read_numbers, size_readings
 from moepass.passes.parallel.mock.small_sizes import Reading, run_bytes, scales
 
 # A size of more symbols, such as a sum over hundreds of ranks, becomes an unknown size.
@@ -96,7 +94,7 @@ class BlockCopier:
         self._unknown: dict[Any, torch.SymInt] = {}
         # Fake tensors by type and shape, since hundreds of ranks have hundreds of tensors of one number.
         self._tensors: dict[Any, torch.Tensor] = {}
-        self._sizes: dict[tuple[int, int], Node] = {}
+        self._sizes: dict[Reading, Node] = {}
         growing = small.scale.growing
         self._growing: Any = None if growing is None else self._symbol("growing", growing.small)
 
@@ -108,49 +106,32 @@ class BlockCopier:
         region, written = self.calls(block.region), self.calls(local.written)
         for node in (*region, *written):
             self._call(node)
-        of = self._nodes.__getitem__
+        for exchange in block.exchanges:
+            for node in (exchange.node, exchange.input, exchange.result):
+                if node not in self._nodes:
+                    raise NoSmallCopy(f"its exchange {exchange.node.name} uses {node.name}, which is outside it")
         widths = zip(block.gemms, self._small.widths, strict=True)
-        gemms = tuple(
-            dataclasses.replace(
-                gemm,
-                node=of(gemm.node),
-                key=of(gemm.key),
-                weights=of(gemm.weights),
-                activations=of(gemm.activations),
-                inner=inner,
-                outer=outer,
-            )
-            for gemm, (inner, outer) in widths
-        )
-        small_block = dataclasses.replace(
-            block,
-            gemms=gemms,
-            expert_tensors=tuple(map(of, block.expert_tensors)),
-            sources={role: of(node) for role, node in block.sources.items()},
-            sink=of(block.sink),
-            exchanges=tuple(map(self._exchange, block.exchanges)),
-            region=tuple(map(of, region)),
-        )
+        gemms = [dataclasses.replace(gemm, inner=inner, outer=outer) for gemm, (inner, outer) in widths]
+        small_block = self._mapped(dataclasses.replace(block, gemms=tuple(gemms), region=tuple(region)))
         small_local = copy.copy(local)
-        small_local.block = small_block
-        small_local.graph = self._graph
-        small_local.complete = {of(shard): of(complete) for shard, complete in local.complete.items()}
-        small_local.gemms = {of(node): number for node, number in local.gemms.items()}
-        small_local.written = [of(node) for node in written]
-        small_local.copied, small_local.left_out = set(map(of, local.copied)), set(map(of, local.left_out))
-        small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
-        small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
-        small_local.end, small_local.weighting = of(local.end), set(map(of, local.weighting))
-        small_local.travelling = tuple(map(of, local.travelling))
-        small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
-        small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
-        small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}
-        small_local.sizes = {
-            of(size): of(rows) if isinstance(rows, Node) else rows for size, rows in local.sizes.items()
-        }
-        small_local.unmasked = {of(mask): of(masked) for mask, masked in local.unmasked.items()}
-        mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
+        vars(small_local).update(self._mapped({**vars(local), "written": list(written)}))
+        small_local.block, small_local.graph = small_block, self._graph
+        functions = self._mapped(self._small.functions)
+        mock = MockBlock(small_block, small_local, self._nodes[self._small.result], functions)
         return SmallCopy(mock, {self._nodes[node] for node in data if node in self._nodes})
+
+    def _mapped(self, value: Any) -> Any:
+        """Return `value`, a nesting of records and containers, with each node replaced by its copy, if it has one."""
+        if isinstance(value, Node):
+            return self._nodes.get(value, value)
+        if isinstance(value, dict):
+            return {self._mapped(key): self._mapped(item) for key, item in value.items()}
+        if isinstance(value, (tuple, list, set, frozenset)):
+            return type(value)(map(self._mapped, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = (field.name for field in dataclasses.fields(value))
+            return dataclasses.replace(value, **{name: self._mapped(getattr(value, name)) for name in names})
+        return value
 
     def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Return the `nodes` of the block or the local form that the copy calls. The remaining nodes become leaves."""
@@ -160,32 +141,18 @@ class BlockCopier:
         """Return the expression of a captured size in the copy."""
         return size.node.expr
 
-    def _exchange(self, exchange: Collective) -> Collective:
-        of = self._nodes.__getitem__
-        for node in (exchange.node, exchange.input, exchange.result):
-            if node not in self._nodes:
-                raise NoSmallCopy(f"its exchange {exchange.node.name} uses {node.name}, which is outside it")
-        # Readers of the sizes to send and receive take them from the node.
-        return dataclasses.replace(
-            exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()
-        )
-
     def _call(self, node: Node) -> None:
         origin = self._small.local.origins.get(node, node)
         readings = self._guess.readings.get(origin, {})
-
-        def small(name: str, position: int, number: int) -> Any:
-            reading = readings.get(position_of(name, position, number))
-            return number if reading is None or number == -1 else self._number(reading)
-
-        args, kwargs = map_nodes(replace_numbers(node, small), self._copied)
+        args, kwargs = map_nodes(read_numbers(node, readings, self._number), self._copied)
         value = fake_value(node)
-        if isinstance(value, torch.SymInt) and _is_arithmetic(node):
+        is_arithmetic = getattr(node.target, "__module__", "") == "_operator" and node.target is not operator.getitem
+        if isinstance(value, torch.SymInt) and is_arithmetic:
             # The size follows from the copied arguments.
-            sizes = map_nodes(args, lambda used: fake_value(used))
-            self._add(node, node.op, args, kwargs, node.target(*sizes))  # type: ignore[operator]
+            size = node.target(*map_nodes(args, fake_value))  # type: ignore[operator]
+            self._add(node, node.op, args, kwargs, size)
         else:
-            self._add(node, node.op, args, kwargs, self._value(node))
+            self._add(node, node.op, args, kwargs, self._described(value, self._guess.shapes.get(node)))
 
     def _copied(self, node: Node) -> Node:
         if node.graph is self._graph:  # a size that replaces a number
@@ -198,21 +165,9 @@ class BlockCopier:
         value, op = fake_value(node), "get_attr" if node.op == "get_attr" else "placeholder"
         if op == "get_attr":
             small = value
-        elif isinstance(value, torch.Tensor):
-            captured = list(value.shape)
-            small = self._tensor(value, map(self._size, captured, self._leaf_shape(node, captured)))
         else:
-            small = self._size(value, None)
+            small = self._described(value, self._small.shape(node) if isinstance(value, torch.Tensor) else None)
         self._add(node, op, (), {}, small)
-
-    def _leaf_shape(self, node: Node, captured: list[Any]) -> list[int | None]:
-        """Return the shape of a source or bias in the copy. None keeps a size as captured."""
-        if node in self._small.weights:
-            return list(captured)
-        shard = next((shard for shard, complete in self._small.local.complete.items() if complete is node), None)
-        if shard is not None:
-            return [captured[0], *self._leaf_shape(shard, captured)[1:]]
-        return list(self._small.shape(node))
 
     def _add(self, node: Node, op: str, args: Any, kwargs: Any, value: Any) -> None:
         target = node.target if op != "placeholder" else node.name
@@ -224,20 +179,14 @@ class BlockCopier:
         """Return a number among arguments: a node if it grows."""
         if not reading.grows:
             return reading.small
-        key = (reading.factor, reading.offset)
-        if key not in self._sizes:
+        if reading not in self._sizes:
             node = self._graph.placeholder("captured_size")
             node.meta["val"] = self._grown(reading)
-            self._sizes[key] = node
-        return self._sizes[key]
-
-    def _value(self, node: Node) -> Any:
-        value = fake_value(node)
-        if node in self._small.weights:
-            return self._tensor(value, value.shape)
-        return self._described(value, self._guess.shapes.get(node))
+            self._sizes[reading] = node
+        return self._sizes[reading]
 
     def _described(self, value: Any, shape: Any) -> Any:
+        """Return the copy of a captured value. `shape` has its small sizes; None keeps them as captured."""
         if isinstance(value, (tuple, list)):
             shapes = [None] * len(value) if shape is None else shape
             return type(value)(self._described(item, of_item) for item, of_item in zip(value, shapes, strict=True))
@@ -284,19 +233,11 @@ class BlockCopier:
     def _copied_symbol(self, symbol: Any) -> Any:
         if symbol not in self._symbols:
             size = self._small.sizes.get(symbol)
-            is_unknown = size is None
-            self._symbols[symbol] = (
-                self._env.create_unbacked_symint().node.expr if is_unknown else self._symbol(str(symbol), size)
-            )
+            unknown = self._env.create_unbacked_symint
+            self._symbols[symbol] = unknown().node.expr if size is None else self._symbol(str(symbol), size)
         return self._symbols[symbol]
 
-    def _symbol(self, name: str, size: int | None) -> Any:
-        assert size is not None
+    def _symbol(self, name: str, size: int) -> Any:
         return self._env.create_symbol(
             size, ConstantSource(name), DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
         )
-
-
-def _is_arithmetic(node: Node) -> bool:
-    """Return whether `node` computes a size from sizes."""
-    return getattr(node.target, "__module__", "") == "_operator" and node.target is not operator.getitem

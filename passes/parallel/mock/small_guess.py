@@ -11,28 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value, map_nodes
-from moepass.passes.ops.arguments import UNNAMED, replace_numbers
+from moepass.passes.ops.arguments import replace_numbers
 from moepass.passes.ops.traits import Trait, has_trait
 from moepass.passes.parallel.match.parallel_block import bias_after
-from moepass.passes.parallel.mock.mock_run import Answer, ContractBroken, MockBlock, MockRun, concrete
+from moepass.passes.parallel.mock.mock_run import Answer, ContractBroken, MockBlock, MockRun, Steps, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
-from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
+from moepass.passes.parallel.mock.small_sizes import CUTS, SHAPES, VALUES, Reading, Scale
 
-# Uses of numbers, by the names of their arguments.
-_SHAPES = {
-    "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",
-    "output_split_sizes",
-}  # fmt: skip
-_CUTS = {"start", "end", "pad"}
-_VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
-_USES = {**dict.fromkeys(_SHAPES, Use.SHAPE), **dict.fromkeys(_CUTS, Use.CUT), **dict.fromkeys(_VALUES, Use.VALUE)}
 # List arguments in which equal numbers have equal readings.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
 _MOST_COMBINATIONS = 64
@@ -98,11 +90,6 @@ def _next_choice(choices: list[tuple[Node, int, int]]) -> dict[Node, int] | None
     return None
 
 
-def position_of(name: str, index: int, number: int) -> Position:
-    """Return the position of `number` in the argument `name`; `index` is its index in a list."""
-    return (name, number if name in _SPLITS else index)
-
-
 class SmallMock(MockBlock):
     """A captured block whose sources, GEMMs and biases are small."""
 
@@ -110,19 +97,19 @@ class SmallMock(MockBlock):
         self.__dict__.update(mock.__dict__)
         block = mock.block
         self.scale = scale
-        self.widths = [(scale.width(up.inner), scale.inner_width(up.outer)) for up in block.gemms[:-1]]
-        self.widths.append((scale.inner_width(block.down.inner), scale.width(block.down.outer)))
+        self.widths = scale.gemm_widths(block)
         self._roles = {node: role for role, node in block.sources.items()}
         self._bias_widths = {
             bias.tensor: outer
             for gemm, (_, outer) in zip(block.gemms, self.widths, strict=True)
             if (bias := bias_after(gemm.node)) is not None
         }
-        self.weights = {gemm.weights for gemm in block.gemms}
-        self.weights.update(self.local.complete[node] for node in list(self.weights))
-        gemms = {*self.own_gemms, *self.local.gemms}
+        complete = self.local.complete
+        self._bias_widths |= {complete[bias]: width for bias, width in self._bias_widths.items() if bias in complete}
+        shards = {gemm.weights for gemm in block.gemms}
+        self.weights = shards | {complete[shard] for shard in shards}
         for node in (*block.region, *self.local.written):
-            if node not in gemms and any(used in self.weights for used in node.all_input_nodes):
+            if node not in self.gemms and any(used in self.weights for used in node.all_input_nodes):
                 self.weights.add(node)
 
     def shape(self, node: Node) -> list[int]:
@@ -141,22 +128,14 @@ class SmallMock(MockBlock):
 
     def has_unread_numbers(self) -> bool:
         """Return whether a value or index may be a size that no reading takes for one."""
-        growing = self.scale.growing
-        if growing is None:
-            return False
-        if growing.captured == 1:
+        if self.scale.growing is not None and self.scale.growing.captured == 1:
             return True
-        numbers: list[int] = []
-
-        def note(name: str, position: int, number: int) -> int:
-            if name in _CUTS | _VALUES:
-                numbers.append(number)
-            return number
-
-        for node in (*self.block.region, *self.local.written):
-            if node not in self.weights and not self.functions.replaces(node):
-                replace_numbers(node, note)
-        return any(self.scale.is_unread(number) for number in numbers)
+        return any(
+            name in CUTS | VALUES and self.scale.is_unread(number)
+            for node in (*self.block.region, *self.local.written)
+            if node not in self.weights and not self.functions.replaces(node)
+            for name, _, number in _numbers(node)
+        )
 
 
 class _GuessingRun(MockRun):
@@ -172,26 +151,13 @@ class _GuessingRun(MockRun):
         self.choices: list[tuple[Node, int, int]] = []
         self._compares_shapes = False
 
-    def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
-        return self._comparing(lambda: super(_GuessingRun, self).run_block(sources, answer))
-
-    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
-        return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources))
-
-    def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        # These rows are not those of the captured block, so their shapes differ.
-        before, self._compares_shapes = self._compares_shapes, False
+    def _evaluate(self, steps: Steps, sources: Mapping[Node, Any], answer: Answer) -> Any:
+        # Experts alone compute other rows than those of the captured block, so their shapes differ.
+        before, self._compares_shapes = self._compares_shapes, steps is not self.mock.experts
         try:
-            return super().experts(rows, ids, travelling)
+            return super()._evaluate(steps, sources, answer)
         finally:
             self._compares_shapes = before
-
-    def _comparing(self, run: Callable[[], Any]) -> Any:
-        self._compares_shapes = True
-        try:
-            return run()
-        finally:
-            self._compares_shapes = False
 
     def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         if node in self.mock.weights:
@@ -200,22 +166,26 @@ class _GuessingRun(MockRun):
         if self._compares_shapes and not self.mock.functions.replaces(node):
             if not self._fits(fake_value(node), value):
                 raise _Stuck(f"{node.name} ({node.target}) has another shape with small sizes")
-            self.guess.shapes[node] = _shapes(value)
+            self.guess.shapes[node] = torch.fx.node.map_aggregate(value, lambda item: getattr(item, "shape", None))
         return value
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         # A node and its copy in the local form have the same readings.
         origin = self.local.origins.get(node, node)
+
+        def small_arguments(readings: Mapping[Position, Reading]) -> Any:
+            return map_nodes(read_numbers(node, readings, lambda reading: reading.small), value_of)
+
         guessed = self.guess.readings.get(origin)
         if guessed is not None:
-            return self._call(node, _arguments(node, guessed, value_of), answer)
+            return self._call(node, small_arguments(guessed), answer)
         possible = self._possible(node)
         working: list[tuple[dict[Position, Reading], Any]] = []
         failure: Exception | None = None
         for combination in itertools.islice(itertools.product(*possible.values()), _MOST_COMBINATIONS):
             readings = dict(zip(possible, combination, strict=True))
             try:
-                value = self._call(node, _arguments(node, readings, value_of), answer)
+                value = self._call(node, small_arguments(readings), answer)
             except Exception as error:  # operators raise anything for sizes that do not fit
                 failure = failure or error
                 continue
@@ -234,16 +204,11 @@ class _GuessingRun(MockRun):
     def _possible(self, node: Node) -> dict[Position, list[Reading]]:
         """Return the possible readings of every number in the arguments of `node` that may be a size."""
         readings: dict[Position, list[Reading]] = {}
-
-        def note(name: str, position: int, number: int) -> int:
-            # -1 is inferred by operators.
-            if name in _USES and number != -1:
-                readings[position_of(name, position, number)] = self.mock.scale.readings(
-                    number, _USES[name], prefers_growing=self._prefers_growing(node, name)
-                )
-            return number
-
-        replace_numbers(node, note)
+        for name, index, number in _numbers(node):
+            if name in SHAPES | CUTS | VALUES and number != -1:  # -1 is inferred by operators
+                prefers_growing = self._prefers_growing(node, name)
+                possible = self.mock.scale.readings(number, name, prefers_growing=prefers_growing)
+                readings[_position_of(name, index, number)] = possible
         return readings
 
     def _prefers_growing(self, node: Node, name: str) -> bool:
@@ -255,7 +220,7 @@ class _GuessingRun(MockRun):
             # Vectors have an element per expert, but a single number is a capacity that ranks agree on.
             size = value.shape[0]
             return name == "fill_value" and isinstance(size, int) and size == 1
-        return name not in _VALUES
+        return name not in VALUES
 
     def _fits(self, captured: Any, value: Any) -> bool:
         """Return whether `value` has the captured shape, for some reading of every known size."""
@@ -276,19 +241,27 @@ class _GuessingRun(MockRun):
 
 def size_readings(scale: Scale, size: int) -> list[Reading]:
     """Return the readings of a size of a tensor, the likeliest first."""
-    return scale.readings(size, Use.SHAPE, prefers_growing=True)
+    return scale.readings(size, "size", prefers_growing=True)
 
 
-def _arguments(node: Node, readings: Mapping[Position, Reading], value_of: Callable[[Node], Any]) -> Any:
-    def small(name: str, position: int, number: int) -> int:
-        reading = readings.get(position_of(name, position, number))
+def read_numbers(node: Node, readings: Mapping[Position, Reading], number_of: Callable[[Reading], Any]) -> Any:
+    """Return the arguments of `node`, with `number_of(reading)` for each number that has a reading."""
+
+    def replace(name: str, index: int, number: int) -> Any:
+        reading = readings.get(_position_of(name, index, number))
         # The local form's copy of a node may have -1 instead of a number of rows.
-        return number if reading is None or number == -1 else reading.small
+        return number if reading is None or number == -1 else number_of(reading)
 
-    return map_nodes(replace_numbers(node, small), value_of)
+    return replace_numbers(node, replace)
 
 
-def _shapes(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_shapes(item) for item in value]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+def _numbers(node: Node) -> list[tuple[str, int, int]]:
+    """Return the numbers in the arguments of `node`, with the name of the argument and the index in a list."""
+    numbers: list[tuple[str, int, int]] = []
+    replace_numbers(node, lambda *entry: numbers.append(entry))
+    return numbers
+
+
+def _position_of(name: str, index: int, number: int) -> Position:
+    """Return the position of `number` in the argument `name`; `index` is its index in a list."""
+    return (name, number if name in _SPLITS else index)

@@ -8,16 +8,17 @@ symbol, or a width, which becomes smaller.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ops.arguments import UNNAMED
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.mock.mock_run import MOST_ROWS, MockBlock, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
+from moepass.passes.parallel.ranges.growing_sizes import END
 
 # Small sizes. All differ, so that none is mistaken for another.
 SMALL_TOKENS = (6, 7)
@@ -27,18 +28,15 @@ SMALL_HIDDEN = (5, 7)
 SMALL_INNER = 8
 # From this size on, few numbers are multiples by chance.
 _LARGE_SIZE = 64
-# From this number on, the bound of a slice means the end of any tensor.
-_END = 2**31
+# Names of arguments whose numbers are shapes, indices at which to slice, or values.
+SHAPES = {
+    "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",
+    "output_split_sizes",
+}  # fmt: skip
+CUTS = {"start", "end", "pad"}
+VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
 # [Empirical] Measured copies of the widest rows, of 8 bytes per number, that a run holds at once.
 _HELD_ROWS = 3
-
-
-class Use(enum.Enum):
-    """Use of a number among the arguments of a node: a shape, an index at which to slice, or a value."""
-
-    SHAPE = enum.auto()
-    CUT = enum.auto()
-    VALUE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,34 +65,37 @@ class Growing:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """The sizes that become small: the growing size, if any, the `hidden` widths, and the `inner` one between GEMMs."""
+    """The sizes that become small: the growing size, if any, the `hidden` widths, and the `inner` one between GEMMs.
 
-    growing: Growing | None
-    hidden: Mapping[int, int]
-    inner: tuple[int, int]
+    All sizes stay as captured by default.
+    """
+
+    growing: Growing | None = None
+    hidden: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    inner: tuple[int, int] = (1, 1)
     # Numbers of experts, ranks or choices, which are more likely constants than sizes.
-    fixed: frozenset[int]
+    fixed: frozenset[int] = frozenset()
 
-    def readings(self, number: int, use: Use, *, prefers_growing: bool) -> list[Reading]:
-        """Return all readings of a number, the likeliest first. Only shapes and indices may be widths.
+    def readings(self, number: int, argument: str, *, prefers_growing: bool) -> list[Reading]:
+        """Return all readings of a number in `argument`, the likeliest first. Only shapes and indices may be widths.
 
         A shape may be any multiple of the growing size. Values and indices may only be multiples by one of the factors,
         since only these are known to be exceeded in mock runs.
         """
         itself = Reading(number)
         exact, near = list(self._multiples(number, (0,))), list(self._multiples(number, (1, -1)))
-        widths = self._widths(number) if use is not Use.VALUE else ()
+        widths = self._widths(number) if argument not in VALUES else ()
         result = [*exact, *widths, itself] if prefers_growing or number not in self.fixed else [itself, *exact, *widths]
         result += near
         growing = self.growing
-        if use is Use.SHAPE and growing is not None and growing.captured >= _LARGE_SIZE and abs(number) < _END:
+        if argument in SHAPES and growing is not None and growing.captured >= _LARGE_SIZE and abs(number) < END:
             factor, remainder = divmod(number, growing.captured)
             result += [Reading(factor * growing.small, factor)] if remainder == 0 else []
         return list(dict.fromkeys(result))
 
     def _multiples(self, number: int, offsets: tuple[int, ...]) -> Iterator[Reading]:
         growing = self.growing
-        if growing is None or abs(number) >= _END:
+        if growing is None or abs(number) >= END:
             return
         for offset in offsets:
             multiple = number - offset
@@ -113,7 +114,7 @@ class Scale:
     def is_unread(self, number: int) -> bool:
         """Return whether `number` is a multiple of the growing size that has no such reading."""
         growing = self.growing
-        if growing is None or number == 0 or abs(number) >= _END or number % growing.captured:
+        if growing is None or number == 0 or abs(number) >= END or number % growing.captured:
             return False
         return abs(number) // growing.captured not in growing.factors
 
@@ -121,10 +122,11 @@ class Scale:
         """Return the small width of the inputs of the first GEMMs or the outputs of the last one."""
         return self.hidden.get(number, number)
 
-    def inner_width(self, number: int) -> int:
-        """Return the small width of rows between GEMMs."""
+    def gemm_widths(self, block: ParallelBlock) -> list[tuple[int, int]]:
+        """Return the small widths of the rows into and out of each GEMM."""
         captured, small = self.inner
-        return number * small // captured
+        ups = [(self.width(gemm.inner), gemm.outer * small // captured) for gemm in block.gemms[:-1]]
+        return [*ups, (block.down.inner * small // captured, self.width(block.down.outer))]
 
 
 def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
@@ -137,38 +139,33 @@ def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
             yield Scale(size, hidden, inner, _fixed_numbers(block))
 
 
-def run_bytes(mock: MockBlock, scale: Scale | None = None) -> int:
-    """Return the memory of a mock run in bytes: of the captured block, or of its copy in `scale`."""
-    block = mock.block
-    if scale is None:
-        scale = Scale(None, {}, (1, 1), frozenset())
-    widths = [scale.width(block.gemms[0].inner), scale.width(block.down.outer), scale.inner_width(block.down.inner)]
-    widths += [scale.inner_width(gemm.outer) for gemm in block.gemms[:-1]]
-    return 8 * _most_rows(mock, scale) * _HELD_ROWS * max(widths)
+def run_bytes(mock: MockBlock, scale: Scale) -> int:
+    """Return the memory in bytes of a mock run of the block's copy in `scale`."""
+    widest = max(itertools.chain.from_iterable(scale.gemm_widths(mock.block)))
+    return 8 * _most_rows(mock, scale) * _HELD_ROWS * widest
 
 
 def _most_rows(mock: MockBlock, scale: Scale) -> int:
     """Return the number of rows in the largest mock run."""
     block, growing, ranks = mock.block, scale.growing, mock.block.group.ranks
-    own_rows = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
+    own_rows = concrete(own_rows_of(block), mock.sizes) if growing is None else growing.small * growing.rows
     if block.form == "all_to_all":
         return int(own_rows + max(MOST_ROWS, own_rows) + ranks * max(13, len(block.own_experts)))
     if block.form == "all_to_all_slots":
         return int(2 * own_rows)
-    top_k = int(fake_value(block.sources["ids"]).shape[1])
     gathered = max(scenario.load for scenario in SCENARIOS) * own_rows + 3
-    return int(own_rows * top_k if block.form == "all_reduce" else gathered * top_k * ranks)
+    return block.top_k * int(own_rows if block.form == "all_reduce" else gathered * ranks)
 
 
 def _growing(block: ParallelBlock) -> Growing | None:
     """Return the number of tokens, or of slots per expert, if it is constant in the graph and not 0."""
     experts, ranks = block.experts, block.group.ranks
-    rows = _own_rows(block)
+    rows = own_rows_of(block)
     if not isinstance(rows, int) or rows == 0:
         return None
-    owned = {stop - start for start, stop in itertools.pairwise(block.bounds)}
     if block.form == "all_to_all_slots":
         slots = rows // experts
+        owned = block.expert_counts
         factors = {1, experts, *owned, *block.bounds, *(ranks * count for count in owned)} - {0}
         return None if slots * experts != rows else _sized(slots, SMALL_SLOTS, experts, factors)
     if block.form == "all_to_all":
@@ -177,16 +174,13 @@ def _growing(block: ParallelBlock) -> Growing | None:
         rows_per_token = rows // int(tokens) if is_known and tokens is not None else 1
         # Not the tokens of all ranks, since one peer may bring more than all others together.
         return _sized(rows // rows_per_token, SMALL_TOKENS, rows_per_token, {1, rows_per_token})
-    top_k = int(fake_value(block.sources["ids"]).shape[1])
-    multiples = {rank * pairs for rank in (*range(1, ranks + 1),) for pairs in (1, top_k)}
+    multiples = {rank * pairs for rank in range(1, ranks + 1) for pairs in (1, block.top_k)}
     return _sized(rows, SMALL_TOKENS, 1, multiples)
 
 
-def _own_rows(block: ParallelBlock) -> Any:
+def own_rows_of(block: ParallelBlock) -> Any:
     """Return the number of rows of this rank: tokens, pairs of a token and an expert, or slots."""
-    roles = ("rows", "hidden")
-    (source,) = (block.sources[role] for role in roles if role in block.sources)
-    return fake_value(source).shape[0]
+    return fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
 
 
 def _sized(captured: int, small: tuple[int, ...], rows: int, factors: set[int]) -> Growing:
@@ -209,5 +203,6 @@ def _small_inner(block: ParallelBlock) -> tuple[int, int]:
 def _fixed_numbers(block: ParallelBlock) -> frozenset[int]:
     own_experts = block.own_experts
     counts = {len(own_experts), block.experts, block.group.ranks, *block.bounds, block.group.rank}
-    counts.update(int(fake_value(node).shape[1]) for role, node in block.sources.items() if role == "ids")
+    if "ids" in block.sources:
+        counts.add(block.top_k)
     return frozenset(count + step for count in counts for step in (-1, 0, 1))

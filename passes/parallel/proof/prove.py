@@ -33,7 +33,7 @@ from moepass.passes.parallel.mock.own_symbol import with_own_symbol
 from moepass.passes.parallel.mock.scenarios import SCENARIOS, Scenario, among, anywhere
 from moepass.passes.parallel.mock.small_copy import small_copies
 from moepass.passes.parallel.mock.small_guess import NoSmallCopy
-from moepass.passes.parallel.mock.small_sizes import run_bytes
+from moepass.passes.parallel.mock.small_sizes import Scale, run_bytes
 from moepass.passes.parallel.proof.peer_equivalence import check_run
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import row_functions
@@ -84,7 +84,7 @@ def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
 
 def _check_room(mock: MockBlock, reason: NoSmallCopy) -> None:
     """Raise NotThisForm if the captured block is too large to run."""
-    needed = run_bytes(mock)
+    needed = run_bytes(mock, Scale())
     if needed > MOST_PROOF_BYTES:
         raise NotThisForm(
             f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are allowed, "

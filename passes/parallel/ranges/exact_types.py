@@ -11,8 +11,8 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ops.traits import MOVES, Trait, base_operation, has_trait
+from moepass.passes.parallel.ranges.growing_sizes import refuse
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
 # The largest number up to which a dtype holds every integer.
@@ -38,7 +38,5 @@ def check_type(node: Node, values: Range) -> None:
     else:
         exact = values.integral and max(abs(values.low), abs(values.high)) <= _EXACT.get(dtype, 0)
     if not exact:
-        raise NotThisForm(
-            f"{node.name} ({node.target}) has indices or sizes from {values.low:g} to {values.high:g} in {dtype}, "
-            "which does not hold all of them exactly; compute them in int64"
-        )
+        reason = f"has indices or sizes from {values.low:g} to {values.high:g} in {dtype}"
+        refuse(node, f"{reason}, which does not hold all of them exactly", "compute them in int64")

@@ -12,31 +12,35 @@ Structural numbers are factors by which every run repeats its tokens: ranks, exp
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.ops.traits import Trait, has_trait, operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.ranges.value_range import Range
 
 # From this number on, the bound of a slice means the end of any tensor.
-_END = 2**31
-CHANGE = "let nothing between the collectives of the experts depend on it"
+END = 2**31
+_CHANGE = "let nothing between the collectives of the experts depend on it"
+
+
+def refuse(node: Node, does: str, advice: str = _CHANGE) -> NoReturn:
+    """Raise NotThisForm because of what `node` `does`."""
+    raise NotThisForm(f"{named(node)} {does}; {advice}")
 
 
 def structural_numbers(block: ParallelBlock) -> frozenset[int]:
     """Return the numbers of ranks and of experts per token, and their product; for slots also numbers of experts."""
-    counts = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
+    counts = {1, block.top_k}
     if block.form == "all_to_all_slots":
-        counts += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
-    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in (1, *counts))
+        counts |= {block.experts, *block.expert_counts}
+    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in counts)
 
 
 def token_numbers(block: ParallelBlock) -> frozenset[int]:
@@ -56,13 +60,13 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
         _check_view(node, list(shape), list(fake_value(node).shape), structural)
     elif name == "slice.Tensor":
         ends = [arguments.get("start"), arguments.get("end")]
-        constants = [end for end in ends if isinstance(end, int) and abs(end) < _END and end not in tokens]
+        constants = [end for end in ends if isinstance(end, int) and abs(end) < END and end not in tokens]
         _check(node, "slices at", shape, arguments, [*constants, arguments.get("step", 1)])
     elif name in ("select.int", "select_scatter"):
         _check(node, "selects", shape, arguments, [arguments["index"]])
     elif name == "slice_scatter":
         ends = [arguments.get("start"), arguments.get("end"), arguments.get("step", 1)]
-        _check(node, "writes at", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
+        _check(node, "writes at", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < END])
     elif has_trait(node, Trait.SPLIT):
         sizes = next((arguments[name] for name in ("split_size", "split_sizes", "chunks") if name in arguments), ())
         _check(node, "splits at", shape, arguments, sizes if isinstance(sizes, (list, tuple)) else [sizes])
@@ -75,7 +79,10 @@ def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]
             if number not in structural:
                 _check(node, "repeats by", shape, {"dim": -1 - index}, [number])
     elif name == "cat":
-        _check_joined(node, arguments)
+        shape, dim = fake_value(node).shape, arguments.get("dim", 0)
+        values = [fake_value(tensor) for tensor in arguments["tensors"]]
+        sizes = [size_along(node, value.shape, dim) for value in values if value.dim() == len(shape)]
+        _check(node, "joins by", shape, arguments, sizes)
 
 
 def _check_expression(node: Node, structural: Collection[int], tokens: Collection[int]) -> None:
@@ -90,9 +97,7 @@ def _check_expression(node: Node, structural: Collection[int], tokens: Collectio
             term_text = f"with {times * term} added"
         else:
             term_text = f"in which {'one' if term.is_Symbol else 'a product of some'} counts {times} times"
-        raise NotThisForm(
-            f"{node.name} ({node.target}) is a sum of sizes {term_text}, which may matter for more tokens; {CHANGE}"
-        )
+        refuse(node, f"is a sum of sizes {term_text}, which may matter for more tokens")
 
 
 def _check(node: Node, does: str, shape: Any, arguments: dict[str, Any], constants: Any) -> None:
@@ -100,31 +105,18 @@ def _check(node: Node, does: str, shape: Any, arguments: dict[str, Any], constan
         return
     for constant in constants:
         if isinstance(constant, int) and abs(constant) > 1:
-            _refuse(node, does, constant)
+            _refuse_constant(node, does, constant)
 
 
 def size_along(node: Node, shape: Any, dim: Any) -> Any:
     """Return the size of dimension `dim`, an argument of `node`. Raises NotThisForm if there is no such dimension."""
     if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
-        raise NotThisForm(f"{node.name} ({node.target}) cuts dimension {dim} of {len(shape)}")
+        raise NotThisForm(f"{named(node)} cuts dimension {dim} of {len(shape)}")
     return shape[dim]
 
 
-def _refuse(node: Node, does: str, constant: int) -> None:
-    raise NotThisForm(
-        f"{node.name} ({node.target}) {does} the constant {constant} in a dimension without a fixed size; {CHANGE}"
-    )
-
-
-def _check_joined(node: Node, arguments: dict[str, Any]) -> None:
-    dim = arguments.get("dim", 0)
-    if isinstance(size_along(node, fake_value(node).shape, dim), int):
-        return
-    for tensor in arguments["tensors"]:
-        value = fake_value(tensor)
-        size = value.shape[dim] if value.dim() == fake_value(node).dim() else 0
-        if isinstance(size, int) and size > 1:
-            _refuse(node, "joins by", size)
+def _refuse_constant(node: Node, does: str, constant: int) -> NoReturn:
+    refuse(node, f"{does} the constant {constant} in a dimension without a fixed size")
 
 
 def _check_view(node: Node, before: list[Any], after: list[Any], structural: Collection[int]) -> None:
@@ -139,19 +131,7 @@ def _check_view(node: Node, before: list[Any], after: list[Any], structural: Col
         return
     for size in reshaped:
         if isinstance(size, int) and size not in structural:
-            _refuse(node, "reshapes by", size)
-
-
-def check_lookup(node: Node, source: Node, dim: int, index: Node, values: Range) -> None:
-    """Raise NotThisForm if only one of `index`, of range `values`, and dimension `dim` of `source` grows."""
-    size = size_along(node, fake_value(source).shape, dim)
-    fixed = isinstance(size, int)
-    if fixed and values.grows and grows_in_size(index):
-        raise NotThisForm(f"{node.name} ({node.target}) looks up growing indices in a dimension of {size}; {CHANGE}")
-    if not fixed and not values.grows and not values.small:
-        raise NotThisForm(
-            f"{node.name} ({node.target}) looks up {values.low:g} to {values.high:g} in a growing dimension; {CHANGE}"
-        )
+            _refuse_constant(node, "reshapes by", size)
 
 
 def dimensions_that_grow(node: Node) -> int:

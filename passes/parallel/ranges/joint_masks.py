@@ -38,16 +38,17 @@ from torch.fx import Node
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.ops.arguments import is_accumulating_write, is_mask, named_arguments
+from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import indexed_dimensions, is_accumulating_write, is_mask, named_arguments
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
-from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
+from moepass.passes.parallel.ranges.growing_sizes import grows_in_size, refuse
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
 # Operators that compute each element from the elements at its position.
 _BY_ELEMENT = (Trait.ELEMENTWISE, Trait.ITEM, Trait.WAIT)
 # Limit on the number of combinations that runs must try.
 _MOST_COMBINATIONS = 64
-_CHANGE = "let nothing between the collectives of the experts depend on both"
+_ADVICE = "let nothing between the collectives of the experts depend on both"
 
 
 class State(enum.IntEnum):
@@ -61,16 +62,14 @@ class State(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class MaskUse:
-    """The dependence of a value on `mask`. Masks that are not independent have the same `group`."""
+    """The dependence of a value on `mask`.
+
+    Masks that are not independent have the same `group`, which is a tuple for functions of one expert id.
+    """
 
     mask: Node
     group: Any
     state: State
-
-    @property
-    def is_of_id(self) -> bool:
-        """True for a function of one expert id. Runs try every id."""
-        return isinstance(self.group, tuple)
 
 
 @dataclasses.dataclass
@@ -83,10 +82,14 @@ class _JointValues:
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """A value with bounds. It counts as a mask with `outcomes` among -1 (below), 0 (inside) and 1 (above)."""
+    """A value with bounds. It counts as a mask with `outcomes` among -1 (below), 0 (inside) and 1 (above).
+
+    `seen` are those that it had in runs.
+    """
 
     value: Node
     outcomes: frozenset[int]
+    seen: set[int] = dataclasses.field(default_factory=set)
 
 
 class JointMasks:
@@ -104,7 +107,6 @@ class JointMasks:
         # Nodes whose values in a run are kept.
         self._watched: set[Node] = set()
         self._values: dict[Node, torch.Tensor] = {}
-        self._outcomes: dict[Node, set[int]] = {}
         # Masks with a fixed number of elements, and for each outcome the elements that had it in some run.
         self._by_element: dict[Node, dict[int, torch.Tensor]] = {}
 
@@ -113,26 +115,24 @@ class JointMasks:
 
         `by_row` says that each of its rows depends only on the same row of its inputs, as in a GEMM.
         """
+        inverted = {used for used in node.all_input_nodes if self._is_inverted(node, used)}
         # The inverse of a permutation of two elements has the values 0 and 1, but is no mask.
-        inverts = any(self._is_inverted(node, used) for used in node.all_input_nodes)
-        if values is not None and _is_binary(node, values) and not inverts:
+        if values is not None and _is_binary(node, values) and not inverted:
             self._uses[node] = frozenset({_as_mask(node, values)})
             return
         if values is not None and values.uniform:
             self._uses[node] = frozenset()
             return
-        inputs = [used for used in node.all_input_nodes if not self._is_inverted(node, used)]
         # Runs do not compute constants of the activation function, which are equal for all rows (row_flow.py).
-        inputs = [used for used in inputs if not (by_row and values is None and used.op == "get_attr")]
+        computes = values is not None or not by_row
+        inputs = [used for used in node.all_input_nodes if used not in inverted and (computes or used.op != "get_attr")]
         uses = [self._uses_of(used) for used in inputs]
         if base_operation(node) == "searchsorted":
             # The result is a sum of comparisons.
             uses = [frozenset(use for use in masks if use.mask not in self._numbers) for masks in uses]
         results = [
-            frozenset(map(_looked_up, masks))
-            if _looks_up_by(node, index)
-            else frozenset(self._moved(node, use, values is None, by_row) for use in masks)
-            for index, masks in zip(inputs, uses, strict=True)
+            frozenset(self._moved(node, used, use, values is None, by_row) for use in masks)
+            for used, masks in zip(inputs, uses, strict=True)
         ]
         combined = frozenset().union(*results)
         # Runs try every value of a function of one id.
@@ -151,12 +151,8 @@ class JointMasks:
         outcomes = frozenset({0, *([-1] if below else []), *([1] if above else [])})
         self._bounds[node] = _Bound(value, outcomes)
         self._watched.update((node, value))
-        self._outcomes[node] = set()
-        use = MaskUse(node, node, State.ALIGNED)
-        uses = self._uses[node]
-        self._uses[node] = uses | {use}
-        if uses:
-            self._add_joint_values(node, self._uses[node])
+        self._uses[node] |= {MaskUse(node, node, State.ALIGNED)}
+        self._add_joint_values(node, self._uses[node])
 
     def observe(self, node: Node, value: Any) -> None:
         """Record the value of `node` in a run, after the masks on which it depends."""
@@ -168,29 +164,25 @@ class JointMasks:
     def check(self) -> None:
         """Raise NotThisForm for the first masks of which the runs did not have every combination."""
         for node, bound in self._bounds.items():
-            missing = bound.outcomes - self._outcomes[node]
+            missing = bound.outcomes - bound.seen
             if missing:
                 side = {-1: "below its bounds", 0: "within its bounds", 1: "above its bounds"}[min(missing)]
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) bounds a value that was never {side} in sample runs, and may be with "
-                    "other numbers of tokens; let nothing between the collectives of the experts depend on it"
-                )
+                reason = f"bounds a value that was never {side} in sample runs"
+                refuse(node, f"{reason}, and may be with other numbers of tokens")
         for node, seen in self._by_element.items():
             for outcome, elements in seen.items():
                 if not bool(elements.all()):
-                    number = int((~elements).flatten().nonzero()[0])
-                    raise NotThisForm(
-                        f"{node.name} ({node.target}) has {elements.numel()} elements, of which element {number} was "
-                        f"{outcome} in no sample run; let nothing between the collectives of the experts depend on it"
-                    )
+                    element = f"element {int((~elements).flatten().nonzero()[0])}"
+                    refuse(node, f"has {elements.numel()} elements, of which {element} was {outcome} in no sample run")
         for node, joint in self._joint_values.items():
             self._check_combinations(node, joint)
 
     def _uses_of(self, node: Node) -> frozenset[MaskUse]:
         if node not in self._uses:
             uses: frozenset[MaskUse] = frozenset()
+            value = fake_value(node)
             # Constants and the block's ids are outside its region.
-            if isinstance(fake_value(node), torch.Tensor) and (node.op == "get_attr" or _is_integral(node)):
+            if isinstance(value, torch.Tensor) and (node.op == "get_attr" or not value.dtype.is_floating_point):
                 values = self._range_of(node)
                 is_use = _is_binary(node, values) or self._is_number(node, values)
                 uses = frozenset({_as_mask(node, values)}) if is_use else uses
@@ -227,7 +219,10 @@ class JointMasks:
         values = self._range_of(node)
         return values.uniform or node in self._of_masks or _is_binary(node, values)
 
-    def _moved(self, node: Node, use: MaskUse, is_data: bool, by_row: bool) -> MaskUse:
+    def _moved(self, node: Node, used: Node, use: MaskUse, is_data: bool, by_row: bool) -> MaskUse:
+        """Return the use of a mask by `node`, which reads the mask through its input `used`."""
+        if _looks_up_by(node, used):
+            return dataclasses.replace(use, state=State.LOOKED_UP) if use.state is State.ALIGNED else use
         if use.state is State.ANYWHERE or has_trait(node, *_BY_ELEMENT) or (by_row and _is_column(use.mask)):
             return use
         if use.group != use.mask:
@@ -245,17 +240,15 @@ class JointMasks:
     def _add_joint_values(self, node: Node, uses: frozenset[MaskUse]) -> None:
         if len({use.group for use in uses}) == 1:
             return
-        moved = [use for use in uses if use.state in (State.LOOKED_UP, State.MOVED)]
-        if all(use.is_of_id for use in uses) and moved:
-            return  # the model does not decide which ids meet
+        are_of_ids = all(isinstance(use.group, tuple) for use in uses)
+        if are_of_ids and any(use.state in (State.LOOKED_UP, State.MOVED) for use in uses):
+            return  # runs try every id, and the model does not decide which ids meet
         ordered = tuple(sorted(uses, key=lambda use: (use.mask.name, use.state)))
         for use in ordered:
             independent = [second for second in uses if second.group != use.group]
             if use.state is State.MOVED and not all(is_single(second.mask) for second in independent):
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) depends on {_names(uses)}; {use.mask.name} was moved in between, so "
-                    f"it is unknown which combinations sample runs have tried; {_CHANGE}"
-                )
+                reason = f"depends on {_names(uses)}; {use.mask.name} was moved in between"
+                refuse(node, f"{reason}, so it is unknown which combinations sample runs have tried", _ADVICE)
         self._joint_values[node] = _JointValues(ordered)
         self._watched.update(use.mask for use in uses)
 
@@ -264,9 +257,9 @@ class JointMasks:
         if bound is not None:
             bounded = self._values.get(bound.value)
             if bounded is None:
-                raise NotThisForm(f"{node.name} ({node.target}) bounds what no run computes before it")
+                raise NotThisForm(f"{named(node)} bounds what no run computes before it")
             value = torch.sign(bounded.double() - value.double())
-            self._outcomes[node].update(int(outcome) for outcome in value.unique().tolist())
+            bound.seen.update(map(int, value.unique().tolist()))
         self._values[node] = value
         if node in self._by_element:
             seen = self._by_element[node]
@@ -277,8 +270,9 @@ class JointMasks:
         values = [self._values[use.mask] for use in joint.masks]
         if any(value.numel() == 0 for value in values):
             return
-        aligned = [index for index, use in enumerate(joint.masks) if _is_aligned(use)]
-        loose = [index for index in range(len(values)) if index not in aligned]
+        is_aligned = [use.state <= State.LOOKED_UP or is_single(use.mask) for use in joint.masks]
+        aligned = [index for index in range(len(values)) if is_aligned[index]]
+        loose = [index for index in range(len(values)) if not is_aligned[index]]
         rows = torch.broadcast_tensors(*(values[index].double() for index in aligned)) if aligned else ()
         combinations = torch.stack([row.reshape(-1) for row in rows]).unique(dim=1).t().tolist() if rows else [[]]
         present = [values[index].double().unique().tolist() for index in loose]
@@ -295,15 +289,13 @@ class JointMasks:
             groups.setdefault(use.group, []).append(index)
         possible = [self._possible(joint, indices) for indices in groups.values()]
         if math.prod(len(combinations) for combinations in possible) > _MOST_COMBINATIONS:
-            raise NotThisForm(f"{node.name} ({node.target}) depends on {_names(joint.masks)}, too many masks to try")
+            raise NotThisForm(f"{named(node)} depends on {_names(joint.masks)}, too many masks to try")
         for combination in itertools.product(*possible):
             outcomes = dict(zip(itertools.chain(*groups.values()), itertools.chain(*combination), strict=True))
             if tuple(outcomes[index] for index in range(len(joint.masks))) not in joint.seen:
                 values_text = ", ".join(f"{use.mask.name} = {outcomes[index]}" for index, use in enumerate(joint.masks))
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) depends on several masks, and no sample run had {values_text} "
-                    f"together; other numbers of tokens may; {_CHANGE}"
-                )
+                reason = f"depends on several masks, and no sample run had {values_text} together"
+                refuse(node, f"{reason}; other numbers of tokens may", _ADVICE)
 
     def _possible(self, joint: _JointValues, indices: list[int]) -> set[tuple[float, ...]]:
         """Return the possible values of the masks of one group: those that runs had, or all values of a single mask."""
@@ -313,18 +305,13 @@ class JointMasks:
         return {tuple(outcomes[index] for index in indices) for outcomes in joint.seen}
 
 
-def _looked_up(use: MaskUse) -> MaskUse:
-    return dataclasses.replace(use, state=State.LOOKED_UP) if use.state is State.ALIGNED else use
-
-
 def _looks_up_by(node: Node, index: Node) -> bool:
     """Return whether `node` looks up each element in a one-dimensional table by the same element of `index`."""
     if not has_trait(node, Trait.LOOKUP):
         return False
-    arguments = named_arguments(node)
-    indices = [item for item in arguments.get("indices", [arguments.get("index")]) if item is not None]
-    table = arguments["self"]
-    return indices == [index] and table is not index and fake_value(table).dim() == 1 and not is_mask(index)
+    table, indices = node.args[0], [used for _, used in indexed_dimensions(named_arguments(node))]
+    is_vector = table is not index and fake_value(table).dim() == 1  # type: ignore[arg-type]
+    return indices == [index] and is_vector and not is_mask(index)
 
 
 def _is_binary(node: Node, values: Range) -> bool:
@@ -336,11 +323,6 @@ def _is_binary(node: Node, values: Range) -> bool:
     return values.low >= 0 and values.high <= 1 and (is_bool or values.kind > Kind.BY_EXPERT)
 
 
-def _is_integral(node: Node) -> bool:
-    dtype = fake_value(node).dtype
-    return not (dtype.is_floating_point or dtype.is_complex)
-
-
 def _as_mask(node: Node, values: Range) -> MaskUse:
     group: Any = {Kind.FIXED: "fixed", Kind.BY_EXPERT: ("lane", values.lane)}.get(values.kind, node)
     return MaskUse(node, group, State.ALIGNED)
@@ -350,10 +332,6 @@ def is_single(node: Node) -> bool:
     """Return whether `node` is a number, or a tensor of one element."""
     value = fake_value(node)
     return not isinstance(value, torch.Tensor) or all(isinstance(size, int) and size == 1 for size in value.shape)
-
-
-def _is_aligned(use: MaskUse) -> bool:
-    return use.state in (State.ALIGNED, State.LOOKED_UP) or is_single(use.mask)
 
 
 def _is_column(mask: Node) -> bool:

@@ -13,47 +13,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.not_this_form import NotThisForm
-
-# Mock runs fill uninitialised memory with this value.
-UNWRITTEN = {dtype: torch.iinfo(dtype).max for dtype in (torch.int32, torch.int64)}
+from moepass.passes.parallel.ranges.growing_sizes import refuse
 
 
 @dataclasses.dataclass
 class _Outcomes:
-    """Counts of the results 1 and 0 of a mask, for each element of `constant` if it results from a comparison with one.
+    """Counts of the results 0 and 1 of a mask, for each element of `constant` if it results from a comparison with one.
 
-    `undecided` returns for each value of `constant` whether a comparison with it may be both true and false.
+    `undecided` returns whether a comparison with a value of `constant` may be both true and false.
     """
 
     constant: Node | None
-    undecided: Callable[[torch.Tensor], torch.Tensor] | None
-    true_counts: torch.Tensor | int = 0
-    false_counts: torch.Tensor | int = 0
+    undecided: Callable[[float], bool] | None
+    counts: list[torch.Tensor] = dataclasses.field(default_factory=lambda: [torch.zeros(()), torch.zeros(())])
 
 
 class TriedValues:
     """The values that the mock runs of one block must try, and those that they have tried."""
 
     def __init__(self) -> None:
-        self._sets: dict[Node, torch.Tensor] = {}
-        self._first: dict[Node, int] = {}
+        # The first value of each set, and whether each value of the set was tried.
+        self._sets: dict[Node, tuple[int, torch.Tensor]] = {}
         self._masks: dict[Node, _Outcomes] = {}
         self._constants: dict[Node, torch.Tensor] = {}
 
     def require_all(self, node: Node, number: int, first: int = 0) -> None:
         """Require each of first..first+number-1 among the values of `node`."""
-        self._first[node] = first
-        required = self._sets.get(node)
-        if required is None or len(required) < number:
-            self._sets[node] = torch.zeros(number, dtype=torch.bool)
+        _, seen = self._sets.get(node, (first, torch.zeros(0, dtype=torch.bool)))
+        self._sets[node] = (first, seen if len(seen) >= number else torch.zeros(number, dtype=torch.bool))
 
     def require_both(
-        self, node: Node, constant: Node | None = None, undecided: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self, node: Node, constant: Node | None = None, undecided: Callable[[float], bool] | None = None
     ) -> None:
         """Require that the mask `node` is 0 and 1, for each element of `constant` that is `undecided`."""
         self._masks[node] = _Outcomes(constant, undecided)
@@ -69,47 +62,43 @@ class TriedValues:
         if isinstance(value, torch.Tensor):
             if value.numel() == 0:
                 return
-            if value.dtype in UNWRITTEN and bool((value == UNWRITTEN[value.dtype]).any()):
-                raise NotThisForm(f"{node.name} ({node.target}) holds uninitialised memory; fill all of it")
+            # Mock runs fill uninitialised memory with the largest number of its dtype.
+            if value.dtype in (torch.int32, torch.int64) and bool((value == torch.iinfo(value.dtype).max).any()):
+                refuse(node, "holds uninitialised memory", "fill all of it")
         elif not isinstance(value, (bool, int, float)):
             return
         if node in self._constants and isinstance(value, torch.Tensor):
             self._constants[node] = value
         if node in self._sets:
-            numbers = torch.as_tensor(value).reshape(-1).long() - self._first[node]
-            numbers = numbers[(numbers >= 0) & (numbers < len(self._sets[node]))]
-            self._sets[node][numbers] = True
+            first, seen = self._sets[node]
+            numbers = torch.as_tensor(value).reshape(-1).long() - first
+            seen[numbers[(numbers >= 0) & (numbers < len(seen))]] = True
         if node in self._masks:
-            self._record_mask(self._masks[node], torch.as_tensor(value))
-
-    def _record_mask(self, outcomes: _Outcomes, value: torch.Tensor) -> None:
-        shape = () if outcomes.constant is None else fake_value(outcomes.constant).shape
-        true_counts, false_counts = ((value == outcome).long() for outcome in (1, 0))
-        outcomes.true_counts = outcomes.true_counts + true_counts.sum_to_size(shape)
-        outcomes.false_counts = outcomes.false_counts + false_counts.sum_to_size(shape)
+            outcomes = self._masks[node]
+            shape = () if outcomes.constant is None else fake_value(outcomes.constant).shape
+            for outcome, count in enumerate(outcomes.counts):
+                outcomes.counts[outcome] = count + (torch.as_tensor(value) == outcome).long().sum_to_size(shape)
 
     def check(self) -> None:
         """Raise NotThisForm for the first requirement that the runs did not meet."""
-        with unset_fake_temporarily():  # the compiler runs in fake mode; the recorded values are real
-            for node, seen in self._sets.items():
-                if not bool(seen.all()):
-                    missing = int((~seen).nonzero()[0]) + self._first[node]
-                    raise NotThisForm(f"{node.name} ({node.target}) is never {missing} in sample runs; use more tokens")
-            for node, outcomes in self._masks.items():
-                self._check_mask(node, outcomes)
+        for node, (first, seen) in self._sets.items():
+            if not bool(seen.all()):
+                missing = int((~seen).nonzero()[0]) + first
+                refuse(node, f"is never {missing} in sample runs", "use more tokens")
+        for node, outcomes in self._masks.items():
+            self._check_mask(node, outcomes)
 
     def _check_mask(self, node: Node, outcomes: _Outcomes) -> None:
-        missing = (torch.as_tensor(outcomes.true_counts) == 0) | (torch.as_tensor(outcomes.false_counts) == 0)
+        missing = (outcomes.counts[0] == 0) | (outcomes.counts[1] == 0)
         against = ""
         if outcomes.constant is not None and outcomes.undecided is not None:
             values = self._constants[outcomes.constant]
             if values.numel() == 0:
                 return
-            missing &= outcomes.undecided(values).view(missing.shape)
+            undecided = [outcomes.undecided(constant) for constant in values.flatten().tolist()]
+            missing &= torch.tensor(undecided).view(missing.shape)
             if bool(missing.any()):
                 against = f" for the constant {values.expand(missing.shape)[missing].flatten()[0].item():g}"
         if bool(missing.any()):
-            raise NotThisForm(
-                f"{node.name} ({node.target}) had the same result{against} in all sample runs, and may have another "
-                "with other numbers of tokens; let nothing between the collectives of the experts depend on it"
-            )
+            reason = f"had the same result{against} in all sample runs"
+            refuse(node, f"{reason}, and may have another with other numbers of tokens")

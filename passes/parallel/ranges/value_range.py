@@ -6,8 +6,6 @@ import dataclasses
 import enum
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
 
 from torch.fx import Node
 
@@ -79,36 +77,23 @@ COUNT = Range(0, math.inf, Kind.GROWS)
 ANYTHING = Range(-math.inf, math.inf, Kind.GROWS)
 
 
-def kind_of(*operands: Range) -> Kind:
-    """Return the kind of an elementwise function of `operands`."""
+def computed(low: float, high: float, *operands: Range) -> Range:
+    """Return the range of an elementwise function of `operands` with values from `low` to `high`."""
     kind = max(operand.kind for operand in operands)
     lanes = {operand.lane for operand in operands if operand.kind is Kind.BY_EXPERT}
-    # Mock runs do not try every pair of two ids.
-    return Kind.BOUND if kind is Kind.BY_EXPERT and len(lanes) > 1 else kind
-
-
-def _counts_of_tokens(operands: Sequence[Range]) -> dict[str, Any]:
-    """Return the fields of a result of `operands` that say how it counts the tokens."""
-    return {
-        "shift": max((operand.shift for operand in operands), key=abs),
-        "factor": max(operand.factor for operand in operands),
-        "divisor": max(operand.divisor for operand in operands),
-        "copies": max(operand.copies for operand in operands),
-    }
-
-
-def computed(low: float, high: float, *operands: Range, integral: bool = True) -> Range:
-    """Return the range of an elementwise function of `operands` with values from `low` to `high`."""
-    lanes = [operand.lane for operand in operands if operand.kind is Kind.BY_EXPERT]
-    kind = kind_of(*operands)
+    if kind is Kind.BY_EXPERT and len(lanes) > 1:
+        kind = Kind.BOUND  # mock runs do not try every pair of two ids
     return Range(
         low,
         high,
         kind,
-        lanes[0] if kind is Kind.BY_EXPERT else None,
-        integral and all(operand.integral for operand in operands),
+        lanes.pop() if kind is Kind.BY_EXPERT else None,
+        all(operand.integral for operand in operands),
+        shift=max((operand.shift for operand in operands), key=abs),
+        factor=max(operand.factor for operand in operands),
+        divisor=max(operand.divisor for operand in operands),
+        copies=max(operand.copies for operand in operands),
         mixed=any(operand.mixed for operand in operands),
-        **_counts_of_tokens(operands),
     )
 
 
@@ -117,14 +102,8 @@ def joined(*operands: Range) -> Range:
     written = [operand for operand in operands if not operand.empty]
     if not written:
         return EMPTY
-    return Range(
-        min(operand.low for operand in written),
-        max(operand.high for operand in written),
-        max(operand.kind for operand in written),
-        integral=all(operand.integral for operand in written),
-        mixed=any(operand.mixed for operand in written),
-        **_counts_of_tokens(written),
-    )
+    union = computed(min(operand.low for operand in written), max(operand.high for operand in written), *written)
+    return dataclasses.replace(union, kind=max(operand.kind for operand in written), lane=None)
 
 
 def growing(values: Range) -> Range:

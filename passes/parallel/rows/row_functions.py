@@ -48,16 +48,6 @@ class RowFunctions:
         """Return whether mock runs replace the value of `node` by one of another shape."""
         return node in self.calls or node in self.constants or node in self.masks
 
-    def mapped(self, of: Callable[[Node], Node]) -> RowFunctions:
-        """Return the same functions for the nodes `of(node)`."""
-        return RowFunctions(
-            {of(node): (number, tuple(map(of, operands))) for node, (number, operands) in self.calls.items()},
-            {of(node): of(source) for node, source in self.masks.items()},
-            {of(node): of(source) for node, source in self.counts.items()},
-            frozenset(map(of, self.constants)),
-            frozenset(map(of, self.outputs)),
-        )
-
 
 def row_functions(local: LocalForm) -> RowFunctions:
     """Return the functions of the nodes of the activation function. Raises NotThisForm if rows are not independent."""
