@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
-from moepass.passes.graph.nodes import fake_value, positions
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
 
 aten = torch.ops.aten
@@ -21,11 +21,10 @@ def flatten_exchanged_slots(graph: Graph, ranks: int) -> None:
     """Bring every AllToAll of slots before or behind expert GEMMs to rows; `ranks` are the most that it has."""
     if not any(map(_exchanges_slots, graph.nodes)):
         return
-    place = positions(graph)
     near: dict[Node, None] = {}
     for match in find_blocks(graph, may_compute=True).matches:
         first, down = match.gemms[0], match.gemms[-1]
-        after = first_communication_after(down.node, down.outer, place, most_nodes(ranks))
+        after = first_communication_after(down.node, down.outer, most_nodes(ranks))
         arriving = communications_before(first.activations)
         near |= dict.fromkeys(one.node for one in (*arriving, after) if one is not None)
     for node in filter(_exchanges_slots, near):

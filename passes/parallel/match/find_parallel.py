@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.detect import BlockMatch, find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of, communications_of
-from moepass.passes.graph.nodes import fake_value, is_call, is_float, positions
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import place_of
@@ -58,7 +58,6 @@ def find_parallel_blocks(
     """
     if not any(True for _ in communications_of(graph)):
         return (), ()
-    order = positions(graph)
     most = most_nodes(max((group.ranks for group in groups.values()), default=1))
     blocks: list[ParallelBlock] = []
     refusals: list[Refusal] = []
@@ -66,7 +65,7 @@ def find_parallel_blocks(
     detection = find_blocks(graph, may_compute=True)
     for match in detection.matches:
         first, down = match.gemms[0], match.gemms[-1]
-        combine = first_communication_after(down.node, down.outer, order, most)
+        combine = first_communication_after(down.node, down.outer, most)
         arriving = communications_before(first.activations, first.key)
         near = [*arriving, *([combine] if combine is not None else [])]
         claimed |= {each.node for each in near}
@@ -74,16 +73,16 @@ def find_parallel_blocks(
             continue
         group = _known_group(near, groups)
         try:
-            block = match_block(match, combine, arriving, groups, order, capture)
+            block = match_block(match, combine, arriving, groups, capture)
             group = ""  # check_bounds fails on all ranks alike, so the refusal concerns no group
             check_bounds(block.bounds)
             blocks.append(block)
             claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
-            claimed |= _second_way_back(combine, arriving, down.outer, order, most)
+            claimed |= _second_way_back(combine, arriving, down.outer, most)
             reason = next((unread[each.node] for each in near if each.node in unread), str(error))
             refusals.append(refusal_of(graph, reason, near[-1].node, match.record.name, group))
-    refusals += _of_refused_gemms(graph, detection.refusals, order, groups, claimed)
+    refusals += _of_refused_gemms(graph, detection.refusals, groups, claimed)
     claimed |= _counts_of(claimed)
     refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
     return tuple(blocks), tuple(refusals)
@@ -118,11 +117,11 @@ def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
 
 
 def _second_way_back(
-    combine: Communication | None, arriving: Sequence[Communication], width: int, order: dict[Node, int], most: int
+    combine: Communication | None, arriving: Sequence[Communication], width: int, most: int
 ) -> set[Node]:
     """Return the AllToAll after `combine` that sends a refused block's results [., width] over a second mesh axis."""
     collective = None if combine is None else collective_of(combine.node)
-    after = None if collective is None else first_communication_after(collective.result, width, order, most)
+    after = None if collective is None else first_communication_after(collective.result, width, most)
     if collective is None or after is None or after.group_name == collective.group_name:
         return set()
     arriving_groups = {each.group_name for each in arriving if each.kind == "all_to_all"}
@@ -139,7 +138,7 @@ def _is_for_experts(communication: Communication) -> bool:
 
 
 def _of_refused_gemms(
-    graph: Graph, refused: Iterable[Refusal], order: dict[Node, int], groups: Mapping[str, Group], claimed: set[Node]
+    graph: Graph, refused: Iterable[Refusal], groups: Mapping[str, Group], claimed: set[Node]
 ) -> Iterator[Refusal]:
     """Yield refusals for grouped GEMMs that belong to no block and have communication near them."""
     by_name = {node.name: node for node in graph.nodes}
@@ -148,7 +147,7 @@ def _of_refused_gemms(
         gemm = by_name[refusal.node]
         if not is_grouped_gemm(gemm):
             continue
-        after = first_communication_after(gemm, fake_value(gemm).shape[-1], order)
+        after = first_communication_after(gemm, fake_value(gemm).shape[-1])
         near = [*communications_before(*gemm.all_input_nodes), *([after] if after is not None else [])]
         claimed |= {each.node for each in near}
         where = refusal.where or place_of(gemm)

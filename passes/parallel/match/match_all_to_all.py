@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def match_all_to_all(
-    match: BlockMatch, combine: Collective, groups: Mapping[str, Group], order: dict[Node, int], capture: CaptureNotes
+    match: BlockMatch, combine: Collective, groups: Mapping[str, Group], capture: CaptureNotes
 ) -> ParallelBlock:
     """Return the block of `match` whose results `combine` exchanges. Raises NotThisForm."""
     group = groups[combine.group_name]
@@ -33,9 +33,8 @@ def match_all_to_all(
     arriving = {communication.node for communication in communications_before(match.gemms[0].activations)}
     region, exchanges, leaves = walk_back(
         combine.result,
-        order,
         most_nodes(group.ranks),
-        stop_at=frozenset((*_sizes_of_rows(arriving), *expert_tensors(match, set(), order))),
+        stop_at=frozenset((*_sizes_of_rows(arriving), *expert_tensors(match, set()))),
         stop_at_inputs_of=lambda exchange: (
             (exchange.kind == "all_to_all" or (exchange.kind == "all_gather" and not exchange.is_float))
             and exchange.group_name in same_ranks
@@ -81,9 +80,9 @@ def match_all_to_all(
             f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
         )
-    tensors = expert_tensors(match, set(sources.values()), order)
+    tensors = expert_tensors(match, set(sources.values()))
     try:
-        check_leaves(leaves - {*sources.values(), *tensors}, rows, order)
+        check_leaves(leaves - {*sources.values(), *tensors}, rows)
     except NotThisForm:
         if "counts" in sources:
             _check_counts(sources["counts"])

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch.fx import Node
-
 from moepass.passes.blocks.computed_weights import is_computed
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_stack import is_expert_stack
@@ -36,7 +34,6 @@ def match_block(
     after: Communication | None,
     arriving: Sequence[Communication],
     groups: Mapping[str, Group],
-    order: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
     """Return the parallel block between `arriving` and `after`. Raises NotThisForm."""
@@ -77,7 +74,7 @@ def match_block(
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     try:
-        return _match_form(match, combine, arriving, groups, order, capture)
+        return _match_form(match, combine, arriving, groups, capture)
     except NotThisForm as error:
         write = next(((each, memory) for each in arriving if (memory := written_input(each)) is not None), None)
         if write is None:
@@ -95,12 +92,11 @@ def _match_form(
     combine: Collective,
     arriving: Sequence[Communication],
     groups: Mapping[str, Group],
-    order: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
     if combine.kind == "all_to_all":
         _check_one_hop(arriving)
-        return match_all_to_all(match, combine, groups, order, capture)
+        return match_all_to_all(match, combine, groups, capture)
     dispatch = next((each for each in arriving if each.kind == "all_to_all"), None)
     has_two_groups = dispatch is not None and dispatch.group_name != combine.group_name
     if combine.kind in ("all_reduce", "reduce_scatter") and dispatch is not None and has_two_groups:
@@ -111,7 +107,7 @@ def _match_form(
             "over those ranks"
         )
     if combine.kind in ("all_reduce", "reduce_scatter"):
-        return match_partial_sums(match, combine, groups[combine.group_name], order)
+        return match_partial_sums(match, combine, groups[combine.group_name])
     raise NotThisForm(
         f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
         "reduce_scatter"

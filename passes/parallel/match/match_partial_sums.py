@@ -33,7 +33,7 @@ from moepass.passes.parallel.match.token_origin import (
 aten = torch.ops.aten
 
 
-def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, order: dict[Node, int]) -> ParallelBlock:
+def match_partial_sums(match: BlockMatch, combine: Collective, group: Group) -> ParallelBlock:
     """Return the block of `match` whose results `combine` sums. Raises NotThisForm."""
     if combine.reduction != "sum":
         raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
@@ -45,7 +45,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
         "ids": origin(sort_key(match), id_source, gathered),
         "weights" if inner_weights is None else "travels_0": weights,
     }
-    _check_router(sources["ids"], [sources["hidden"], weights], order)
+    _check_router(sources["ids"], [sources["hidden"], weights])
     tokens = fake_value(sources["hidden"])
     for role in [role for role in sources if role != "hidden"]:
         value = fake_value(sources[role])
@@ -60,9 +60,9 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
             f"{named(weights)} {describe_shape(fake_value(weights))}; expected one shape [tokens, k]"
         )
     sink = _unpadded_result(combine.result, tokens.shape[0]) if gathered else combine.result
-    tensors = expert_tensors(match, set(sources.values()), order)
+    tensors = expert_tensors(match, set(sources.values()))
     stops = frozenset((*sources.values(), *tensors))
-    region, exchanges, leaves = walk_back(sink, order, most_nodes(group.ranks), stop_at=stops)
+    region, exchanges, leaves = walk_back(sink, most_nodes(group.ranks), stop_at=stops)
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
     kinds = sorted({exchange.kind for exchange in exchanges})
     # The AllReduce finds the largest number of tokens; ranks with equal numbers do not need it.
@@ -71,7 +71,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
         listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
         wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
         raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
-    check_leaves(leaves - {*sources.values(), *tensors}, sources["hidden"], order)
+    check_leaves(leaves - {*sources.values(), *tensors}, sources["hidden"])
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)
     return ParallelBlock(
@@ -114,7 +114,7 @@ def _inner_weights(match: BlockMatch) -> Node | None:
     return next(iter(inputs), None)
 
 
-def _check_router(ids: Node, values: list[Node], order: dict[Node, int]) -> None:
+def _check_router(ids: Node, values: list[Node]) -> None:
     """Raise NotThisForm if tokens or weights depend on expert ids, except by lookups: no mock run would test that."""
 
     def is_unchanged(node: Node) -> bool:
@@ -124,7 +124,7 @@ def _check_router(ids: Node, values: list[Node], order: dict[Node, int]) -> None
         return is_float(node) and is_call(node, aten.gather.default, aten.index.Tensor, aten.scatter.src)
 
     ids = walk.origin(ids, passes=lambda step: is_unchanged(step) and not is_call(step, operator.getitem))
-    before = set(walk.ancestors(*values, follow=lambda used: order[used] > order[ids]))
+    before = set(walk.ancestors(*values, follow=lambda used: used > ids))
     _, *users = walk.descendants(ids, follow=before.__contains__, stop=looks_up)
     for user in users:
         if not is_unchanged(user) and not looks_up(user):

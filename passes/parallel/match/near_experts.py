@@ -38,9 +38,7 @@ def most_nodes(ranks: int) -> int:
     return MOST_NODES + MOST_NODES_PER_RANK * ranks
 
 
-def first_communication_after(
-    gemm: Node, width: int, order: dict[Node, int], most: int = MOST_NODES
-) -> Communication | None:
+def first_communication_after(gemm: Node, width: int, most: int = MOST_NODES) -> Communication | None:
     """Return the first communication that the rows [., width] of `gemm` reach within `most` nodes."""
 
     def has_rows(node: Node) -> bool:
@@ -53,7 +51,7 @@ def first_communication_after(
             # A collective also reads sizes; it sends only its input.
             if communication is not None and (collective is None or collective.input is node):
                 reached.append(communication)
-    return min(reached, key=lambda communication: order[communication.node], default=None)
+    return min(reached, key=lambda communication: communication.node, default=None)
 
 
 def keeps_features(node: Node, width: int) -> bool:

@@ -116,7 +116,7 @@ def looked_up_table(lookup: object) -> Node | None:
     return table if is_parameter or is_computed(table) else None
 
 
-def expert_tensors(match: BlockMatch, sources: set[Node], order: dict[Node, int]) -> tuple[Node, ...]:
+def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
     """Return the weights and biases of the GEMMs and the tables between them, identified by their readers."""
     tensors = dict.fromkeys(gemm.weights for gemm in match.gemms)
     for gemm in match.gemms:
@@ -126,18 +126,18 @@ def expert_tensors(match: BlockMatch, sources: set[Node], order: dict[Node, int]
         value = fake_value(bias.tensor)
         if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
             tensors.setdefault(bias.tensor)
-    tensors |= dict.fromkeys(_tables_between(match, sources, order))
+    tensors |= dict.fromkeys(_tables_between(match, sources))
     return tuple(tensors)
 
 
-def _tables_between(match: BlockMatch, sources: set[Node], order: dict[Node, int]) -> Iterator[Node]:
+def _tables_between(match: BlockMatch, sources: set[Node]) -> Iterator[Node]:
     """Yield the tables that the activation function indexes by expert, such as scales or weights of norms."""
     *ups, down = match.gemms
     up_nodes = {up.node for up in ups}
-    first = min(order[node] for node in up_nodes)
+    first = min(up_nodes)
 
     def follows_ups(used: Node) -> bool:
-        return isinstance(fake_value(used), torch.Tensor) and order[used] > first
+        return isinstance(fake_value(used), torch.Tensor) and used > first
 
     def is_end(node: Node) -> bool:
         return node in up_nodes or looked_up_table(node) is not None

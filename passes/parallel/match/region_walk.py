@@ -23,7 +23,6 @@ aten = torch.ops.aten
 
 def walk_back(
     root: Node,
-    order: dict[Node, int],
     most: int,
     *,
     stop_at_inputs_of: Callable[[Collective], bool] = lambda exchange: False,
@@ -37,7 +36,7 @@ def walk_back(
     """
     followed: set[Node] = set()
     while True:
-        walk = _WalkBack(order, stop_at_inputs_of, set(stop_at), followed)
+        walk = _WalkBack(stop_at_inputs_of, set(stop_at), followed)
         walk.run(root, most)
         within = {length for length in filter(_is_known_length, walk.leaves) if walk.contains(length)}
         if not within:
@@ -50,12 +49,11 @@ class _WalkBack:
 
     def __init__(
         self,
-        order: dict[Node, int],
         stop_at_inputs_of: Callable[[Collective], bool],
         stops: set[Node],
         followed: Collection[Node],
     ) -> None:
-        self._order, self._stop_at_inputs_of, self._followed = order, stop_at_inputs_of, followed
+        self._stop_at_inputs_of, self._followed = stop_at_inputs_of, followed
         self._stops = stops
         self.leaves: set[Node] = set()
         self.region: list[Node] = []
@@ -93,8 +91,8 @@ class _WalkBack:
         for node in reversed(self.region):
             if collective_of(node) is not None or any(used in inside for used in node.all_input_nodes):
                 inside.add(node)
-        first = min((self._order[node] for node in inside if node.op != "placeholder"), default=0)
-        before = ancestors(length, follow=lambda used: self._order[used] > first)
+        first = min((node for node in inside if node.op != "placeholder"), default=None)
+        before = ancestors(length, follow=lambda used: first is None or used > first)
         return any(used in inside for node in before for used in node.all_input_nodes)
 
 
@@ -120,9 +118,9 @@ def before_reshape(counts: Node) -> Node:
     return origin(counts, passes=keeps_counts)
 
 
-def check_leaves(leaves: set[Node], rows: Node, order: dict[Node, int]) -> None:
+def check_leaves(leaves: set[Node], rows: Node) -> None:
     """Raise NotThisForm unless `leaves` are constants and sizes, with lengths that divide the number of `rows`."""
-    for leaf in sorted(leaves, key=order.__getitem__):
+    for leaf in sorted(leaves):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(
                 f"it depends on {named(leaf)}, whose values are not known when the graph is compiled; expected its "
