@@ -14,7 +14,7 @@ from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.protocol import Group
 from moepass.passes.ops.arguments import indexed_dimensions, named_arguments
@@ -118,35 +118,29 @@ def looked_up_table(lookup: object) -> Node | None:
 
 def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
     """Return the weights and biases of the GEMMs and the tables between them, identified by their readers."""
-    tensors = dict.fromkeys(gemm.weights for gemm in match.gemms)
-    for gemm in match.gemms:
-        bias = bias_after(gemm.node)
-        if bias is None or bias.tensor in sources:
-            continue
-        value = fake_value(bias.tensor)
-        if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
-            tensors.setdefault(bias.tensor)
-    tensors |= dict.fromkeys(_tables_between(match, sources))
-    return tuple(tensors)
+    biases = [bias.tensor for gemm in match.gemms if (bias := bias_after(gemm.node)) is not None]
+    matrices = [tensor for tensor in biases if fake_value(tensor).dim() >= 2]
+    by_expert = (
+        table
+        for table in (*matrices, *_tables_between(match))
+        if table not in sources and is_float(table) and is_size(fake_value(table).shape[0], match.record.experts)
+    )
+    return tuple(dict.fromkeys((*(gemm.weights for gemm in match.gemms), *by_expert)))
 
 
-def _tables_between(match: BlockMatch, sources: set[Node]) -> Iterator[Node]:
-    """Yield the tables that the activation function indexes by expert, such as scales or weights of norms."""
+def _tables_between(match: BlockMatch) -> Iterator[Node]:
+    """Return the tables that the activation function indexes by expert, such as scales or weights of norms."""
     *ups, down = match.gemms
     up_nodes = {up.node for up in ups}
-    first = min(up_nodes)
 
     def follows_ups(used: Node) -> bool:
-        return isinstance(fake_value(used), torch.Tensor) and used > first
+        return isinstance(fake_value(used), torch.Tensor) and used > min(up_nodes)
 
     def is_end(node: Node) -> bool:
         return node in up_nodes or looked_up_table(node) is not None
 
-    for table in map(looked_up_table, ancestors(down.activations, follow=follows_ups, stop=is_end)):
-        if table is not None and table not in sources:
-            value = fake_value(table)
-            if value.is_floating_point() and is_size(value.shape[0], match.record.experts):
-                yield table
+    tables = map(looked_up_table, ancestors(down.activations, follow=follows_ups, stop=is_end))
+    return (table for table in tables if table is not None)
 
 
 def check_bounds(bounds: tuple[int, ...]) -> None:
