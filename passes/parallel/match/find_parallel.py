@@ -15,7 +15,6 @@ Pseudo-code
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -25,7 +24,7 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.detect import BlockMatch, find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of, communications_of
-from moepass.passes.graph.nodes import fake_value, is_call, is_float
+from moepass.passes.graph.nodes import fake_value, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import place_of
@@ -41,9 +40,7 @@ from moepass.passes.parallel.match.near_experts import (
 )
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, check_bounds
 from moepass.passes.parallel.match.stray_exchanges import stray_exchanges
-from moepass.passes.parallel.match.token_origin import id_source, origin, sort_key
-
-aten = torch.ops.aten
+from moepass.passes.parallel.match.token_origin import id_source, origin, router_scores, sort_key
 
 
 def find_parallel_blocks(
@@ -69,7 +66,8 @@ def find_parallel_blocks(
         arriving = communications_before(first.activations, first.key)
         near = [*arriving, *([combine] if combine is not None else [])]
         claimed |= {each.node for each in near}
-        if not near or (_holds_all_experts(match) and not any(_is_for_experts(each) for each in near)):
+        is_for_experts = any(each.is_exchange or collective_of(each.node) is None for each in near)
+        if not near or (_holds_all_experts(match) and not is_for_experts):
             continue
         group = _known_group(near, groups)
         try:
@@ -91,28 +89,23 @@ def find_parallel_blocks(
 def _holds_all_experts(match: BlockMatch) -> bool:
     """Return whether this rank holds all experts of the router; collectives near it then serve other parallelism."""
     try:
-        ids = origin(sort_key(match), id_source, gathered=False)
+        scores = router_scores(origin(sort_key(match), id_source, gathered=False))
     except NotThisForm:
         return False
-    scores = ids.args[0] if is_call(ids, operator.getitem) else None
-    if not isinstance(scores, Node) or not is_call(scores, aten.topk.default):
-        return False
-    return is_size(fake_value(scores.all_input_nodes[0]).shape[-1], match.record.experts)
+    return scores is not None and is_size(fake_value(scores).shape[-1], match.record.experts)
 
 
 def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
     """Return the communication of the counts from which the split sizes of `exchanges` are computed."""
 
-    def is_size(node: Node) -> bool:
-        return isinstance(fake_value(node), torch.SymInt)
-
     def is_count(node: Node) -> bool:
-        return is_size(node) or (isinstance(fake_value(node), torch.Tensor) and not is_float(node))
+        return isinstance(fake_value(node), (torch.SymInt, torch.Tensor)) and not is_float(node)
 
     def communicates(node: Node) -> bool:
         return communication_of(node) is not None
 
-    sizes = (used for node in exchanges for used in node.all_input_nodes if is_size(used))
+    inputs = (used for node in exchanges for used in node.all_input_nodes)
+    sizes = (used for used in inputs if isinstance(fake_value(used), torch.SymInt))
     return set(filter(communicates, ancestors(*sizes, follow=is_count, stop=communicates)))
 
 
@@ -131,10 +124,6 @@ def _second_way_back(
 def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:
     """Return the process group of the block's results, or else of its rows; empty if this process has no such group."""
     return next((each.group_name for each in reversed(near) if each.group_name in groups), "")
-
-
-def _is_for_experts(communication: Communication) -> bool:
-    return communication.is_exchange or collective_of(communication.node) is None
 
 
 def _of_refused_gemms(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from moepass.passes.parallel.match.token_origin import (
     gathered_rows,
     id_source,
     origin,
+    router_scores,
     row_source,
     row_weights,
     sort_key,
@@ -123,7 +123,7 @@ def _check_router(ids: Node, values: list[Node]) -> None:
     def looks_up(node: Node) -> bool:
         return is_float(node) and is_call(node, aten.gather.default, aten.index.Tensor, aten.scatter.src)
 
-    ids = walk.origin(ids, passes=lambda step: is_unchanged(step) and not is_call(step, operator.getitem))
+    ids = walk.origin(ids, passes=lambda step: is_unchanged(step) and not has_trait(step, Trait.ITEM))
     before = set(walk.ancestors(*values, follow=lambda used: used > ids))
     _, *users = walk.descendants(ids, follow=before.__contains__, stop=looks_up)
     for user in users:
@@ -138,10 +138,8 @@ def _bounds_from_router(ids: Node, group: Group, held: int) -> tuple[int, ...]:
     """Return even shards of the experts that the router chooses from. Raises NotThisForm if this rank's differs."""
     while (source := id_source(ids)) is not None:
         ids = source
-    scores = ids.args[0] if is_call(ids, operator.getitem) else None
-    experts = held * group.ranks
-    if is_call(scores, aten.topk.default):
-        experts = int(fake_value(scores.args[0]).shape[-1])  # type: ignore[union-attr, arg-type]
+    scores = router_scores(ids)
+    experts = held * group.ranks if scores is None else int(fake_value(scores).shape[-1])
     bounds = shard_bounds(experts, group.ranks)
     expected = bounds[group.rank + 1] - bounds[group.rank]
     if held != expected:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -70,7 +69,7 @@ def row_source(node: Node) -> Node | None:
         return _node(node.args[0])
     if is_call(node, aten.where.self) and _is_scalar_constant(node.args[1]):
         return _node(node.args[2])
-    if is_call(node, aten.clone.default) or (is_view(node) and not is_call(node, operator.getitem)):
+    if is_call(node, aten.clone.default) or (is_view(node) and not has_trait(node, Trait.ITEM)):
         return _node(node.args[0])
     return None
 
@@ -105,6 +104,12 @@ def id_source(node: Node) -> Node | None:
     is_same = has_trait(node, Trait.COPY, Trait.CAST, Trait.RESHAPE)
     is_arithmetic = is_same or base_operation(node) in ("add", "sub", "remainder", "masked_fill", "clamp")
     return _node(node.args[0]) if is_arithmetic else None
+
+
+def router_scores(ids: Node) -> Node | None:
+    """Return the scores [tokens, experts] from which torch.topk chose `ids`, or None."""
+    choice = ids.args[0] if has_trait(ids, Trait.ITEM) else None
+    return choice.all_input_nodes[0] if isinstance(choice, Node) and is_call(choice, aten.topk.default) else None
 
 
 def _is_scalar_constant(argument: object) -> bool:
