@@ -6,7 +6,7 @@ masked, weighted and added; nothing mixes or normalises their features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import torch
@@ -83,20 +83,13 @@ def is_size(size: Any, number: int) -> bool:
 
 def communications_before(*starts: Node) -> list[Communication]:
     """Return the communication from which the rows or counts `starts` of a GEMM come, nearest first."""
-    communications: dict[Node, Communication] = {}
-    for node in (node for start in starts for node in _moved_from(start)):
-        communication = communication_of(node)
-        if communication is not None:
-            communications.setdefault(node, communication)
-    return list(communications.values())
-
-
-def _moved_from(start: Node) -> Iterator[Node]:
-    """Yield `start` and the nodes from which it was moved or counted."""
-    return ancestors(start, stop=lambda node: not _passes_on(node), most=MOST_NODES)
+    walks = (ancestors(start, stop=lambda node: not _passes_on(node), most=MOST_NODES) for start in starts)
+    communications = map(communication_of, dict.fromkeys(itertools.chain(*walks)))
+    return [communication for communication in communications if communication is not None]
 
 
 def _passes_on(node: Node) -> bool:
+    """Return whether rows, indices or counts were moved or computed by `node`."""
     if moves_rows(node) or is_call(node, aten.histc.default) or communication_of(node) is not None:
         return True
     values = several(fake_value(node))
