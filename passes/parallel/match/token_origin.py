@@ -20,6 +20,8 @@ from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
 aten = torch.ops.aten
 
+_ROW_LOOKUPS = (aten.index.Tensor, aten.index_select.default)
+
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
     """Return the value [tokens, .] before it was moved, masked, padded and, if `gathered`, gathered for this block."""
@@ -54,24 +56,21 @@ def _finished_collective(node: Node) -> Collective | None:
 
 def gathered_rows(node: Node) -> Node | None:
     """Return the input of the AllGather whose rows `node` selects, masks or views, or None."""
-    current: Node | None = node
-    while current is not None:
-        collective = _finished_collective(current)
-        if collective is not None:
-            return collective.input if collective.kind == "all_gather" else None
-        current = row_source(current) or _unpadded(current)
-    return None
+    collective = next(filter(None, map(_finished_collective, _rows_before(node))), None)
+    return collective.input if collective is not None and collective.kind == "all_gather" else None
+
+
+def _rows_before(node: Node) -> Iterator[Node]:
+    """Yield `node`, the value whose rows it selects, masks, views or joins with padding, and so on."""
+    return walk.walk([node], lambda rows: filter(None, [row_source(rows) or _unpadded(rows)]))
 
 
 def row_source(node: Node) -> Node | None:
     """Return the value whose rows `node` selects, masks or views, or None."""
-    if is_call(node, aten.index.Tensor, aten.index_select.default, aten.masked_fill.Scalar):
-        return _node(node.args[0])
     if is_call(node, aten.where.self) and _is_scalar_constant(node.args[1]):
         return _node(node.args[2])
-    if is_call(node, aten.clone.default) or (is_view(node) and not has_trait(node, Trait.ITEM)):
-        return _node(node.args[0])
-    return None
+    selects = is_call(node, *_ROW_LOOKUPS, aten.masked_fill.Scalar, aten.clone.default)
+    return _node(node.args[0]) if selects or (is_view(node) and not has_trait(node, Trait.ITEM)) else None
 
 
 def _unpadded(node: Node) -> Node | None:
@@ -122,40 +121,27 @@ def _node(argument: object) -> Node | None:
 
 def sort_key(match: BlockMatch) -> Node:
     """Return the ids by which the rows are sorted, found from the row indices or the offsets of the GEMMs."""
+
+    def is_index(used: Node) -> bool:
+        # Counts may be floats (histc), cast from ids.
+        return not is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
+
     first = match.gemms[0]
-    for start in (*_row_indices(first.activations), first.key):
-        for node in _indices_before(start):
-            if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
-                key = node.args[0]
-                assert isinstance(key, Node)
-                return key
+    lookups = (rows for rows in _rows_before(first.activations) if is_call(rows, *_ROW_LOOKUPS))
+    indices = (used for lookup in lookups for used in lookup.all_input_nodes[1:] if not is_float(used))
+    for start in (*indices, first.key):
+        # A router may sort scores; what they come from is not followed.
+        for node in walk.ancestors(start, follow=is_index, stop=_sorts_scores, most=MOST_NODES):
+            if has_trait(node, Trait.SORT) and not _sorts_scores(node):
+                return node.all_input_nodes[0]
     raise NotThisForm(
         f"the rows of {named(first.node)} are not sorted by expert; expected torch.sort or argsort of expert ids "
         "before its lookup of rows"
     )
 
 
-def _row_indices(rows: Node) -> Iterator[Node]:
-    """Yield the indices with which the rows of a block were looked up, those of the last lookup first."""
-    node: Node | None = rows
-    while node is not None:
-        if is_call(node, aten.index.Tensor, aten.index_select.default):
-            yield from (used for used in node.all_input_nodes[1:] if not is_float(used))
-        node = row_source(node) or _unpadded(node)
-
-
-def _indices_before(start: Node) -> Iterator[Node]:
-    """Yield the ancestors of indices or counts, nearest first, but not beyond the scores from which a router chose."""
-
-    def is_index(used: Node) -> bool:
-        # Counts may be floats (histc), cast from ids.
-        return not is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
-
-    def sorts_scores(node: Node) -> bool:
-        return has_trait(node, Trait.SORT) and is_float(node.args[0])
-
-    before = walk.ancestors(start, follow=is_index, stop=sorts_scores, most=MOST_NODES)
-    return (node for node in before if not sorts_scores(node))
+def _sorts_scores(node: Node) -> bool:
+    return has_trait(node, Trait.SORT) and is_float(node.args[0])
 
 
 def row_weights(match: BlockMatch) -> Node:
