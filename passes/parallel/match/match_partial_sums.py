@@ -71,7 +71,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group) -> 
         listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
         wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
         raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
-    check_leaves(leaves - {*sources.values(), *tensors}, sources["hidden"])
+    check_leaves(leaves - stops, sources["hidden"])
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)
     return ParallelBlock(
@@ -92,7 +92,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group) -> 
 
 def _inner_weights(match: BlockMatch) -> Node | None:
     """Return the gathered weights [tokens, k] read between the GEMMs, or None. Raises NotThisForm for several."""
-    ups, inputs = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
+    ups, activations = {gemm.node for gemm in match.gemms[:-1]}, match.gemms[-1].activations
 
     def is_value(node: Node) -> bool:
         return node not in ups and is_float(node)
@@ -100,18 +100,14 @@ def _inner_weights(match: BlockMatch) -> Node | None:
     def is_gathered(node: Node) -> bool:
         return gathered_rows(node) is not None
 
-    down = match.gemms[-1].activations
-    for node in walk.ancestors(down, follow=is_value, stop=is_gathered, most=MOST_NODES) if is_value(down) else ():
-        gathered = gathered_rows(node)
-        if gathered is not None:
-            inputs[gathered] = None
+    between = walk.ancestors(activations, follow=is_value, stop=is_gathered, most=MOST_NODES)
+    inputs = dict.fromkeys(filter(None, map(gathered_rows, between if is_value(activations) else ())))
     tokens = gathered_rows(match.gemms[0].activations)
-    if tokens is not None:
-        inputs.pop(tokens, None)
-    if len(inputs) > 1:
-        listed = " and ".join(map(named, inputs))
+    weights = [value for value in inputs if value is not tokens]
+    if len(weights) > 1:
+        listed = " and ".join(map(named, weights))
         raise NotThisForm(f"between its GEMMs it reads several values that ranks gather, {listed}; expected weights")
-    return next(iter(inputs), None)
+    return next(iter(weights), None)
 
 
 def _check_router(ids: Node, values: list[Node]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.fx import Node
 
@@ -19,40 +21,34 @@ def adds_only_zeros(summing: Node) -> bool:
     collective = collective_of(summing)
     if collective is None or collective.reduction != "sum" or not collective.is_float:
         return False
-    return _Zeros().contains(collective.input)
+    return _is_zero(collective.input, {})
 
 
-class _Zeros:
-    """A search with a limited number of steps for nodes that are zero."""
+def _is_zero(value: object, known: dict[Node, bool]) -> bool:
+    """Return whether `value` is 0, or a node with zeros alone; adds to `known`, the nodes that were searched."""
+    if not isinstance(value, Node):
+        return isinstance(value, (int, float)) and value == 0
+    if value not in known and len(known) < _MOST_STEPS:
+        known[value] = False
+        known[value] = _has_zeros_alone(value, lambda operand: _is_zero(operand, known))
+    return known.get(value, False)
 
-    def __init__(self) -> None:
-        self._known: dict[Node, bool] = {}
 
-    def contains(self, value: object) -> bool:
-        if not isinstance(value, Node):
-            return isinstance(value, (int, float)) and value == 0
-        if value not in self._known:
-            if len(self._known) >= _MOST_STEPS:
-                return False
-            self._known[value] = False
-            self._known[value] = self._follow(value)
-        return self._known[value]
-
-    def _follow(self, node: Node) -> bool:
-        if node.op != "call_function" or not isinstance(fake_value(node), (torch.Tensor, tuple, list)):
-            return False
-        base, arguments = base_operation(node), named_arguments(node)
-        if has_trait(node, Trait.FILL, Trait.FILL_LIKE):
-            return self.contains(fill_value(node))
-        if base in ("fill", "zero"):
-            return self.contains(arguments.get("value", 0))
-        if base in ("mul", "div"):
-            return self.contains(arguments["self"]) or (base == "mul" and self.contains(arguments["other"]))
-        elements = moved_elements(node)
-        if base in ("add", "sub", "neg", "sum") or has_trait(node, Trait.WRITE_SUM, Trait.CAST):
-            elements = [arguments[name] for name in ("self", "other", "src", "source", "a") if name in arguments]
-        elif base == "copy" or is_accumulating_write(node):
-            elements = [arguments["src"]] if base == "copy" else [arguments["self"], arguments["values"]]
-        elif elements is None and is_view(node):
-            elements = node.all_input_nodes[:1]
-        return bool(elements) and all(map(self.contains, elements))  # type: ignore[arg-type]
+def _has_zeros_alone(node: Node, is_zero: Callable[[object], bool]) -> bool:
+    if node.op != "call_function" or not isinstance(fake_value(node), (torch.Tensor, tuple, list)):
+        return False
+    base, arguments = base_operation(node), named_arguments(node)
+    if has_trait(node, Trait.FILL, Trait.FILL_LIKE):
+        return is_zero(fill_value(node))
+    if has_trait(node, Trait.REFILL):
+        return is_zero(arguments.get("value", 0))
+    if base in ("mul", "div"):
+        return is_zero(arguments["self"]) or (base == "mul" and is_zero(arguments["other"]))
+    elements = moved_elements(node)
+    if base in ("add", "sub", "neg", "sum") or has_trait(node, Trait.WRITE_SUM, Trait.CAST):
+        elements = [arguments[name] for name in ("self", "other", "src", "source", "a") if name in arguments]
+    elif base == "copy" or is_accumulating_write(node):
+        elements = [arguments["src"]] if base == "copy" else [arguments["self"], arguments["values"]]
+    elif elements is None and is_view(node):
+        elements = node.all_input_nodes[:1]
+    return bool(elements) and all(map(is_zero, elements))  # type: ignore[arg-type]
