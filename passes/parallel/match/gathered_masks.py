@@ -32,9 +32,9 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.ops.arguments import all_arguments
-from moepass.passes.ops.traits import base_operation, mutates
-from moepass.passes.ops.walk import descendants
+from moepass.passes.ops.arguments import all_arguments, is_arange
+from moepass.passes.ops.traits import Trait, base_operation, mutates
+from moepass.passes.ops.walk import descendants, origin
 from moepass.passes.parallel.match.gathered_columns import MaskColumns, Order, columns_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -63,15 +63,12 @@ def replace_gathered_masks(graph: Graph, skip: Collection[str]) -> tuple[list[Ga
         if gathered_mask(node) is None:
             reasons[node] = _WHY_NOT_CHOSEN.format(named(node.all_input_nodes[0]), named(node))
             continue
-        name, pairs = node.name, _GatheredPairs(node)
+        pairs = _GatheredPairs(node)
         try:
-            gather = pairs.replace()
+            replacements.append(GatheredIds(node.name, pairs.replace()))
         except NotThisForm as error:
             pairs.writer.erase()
             reasons[node] = str(error)
-        else:
-            gather.meta[OF_MASK_KEY] = pairs.is_partial
-            replacements.append(GatheredIds(name, gather))
     return replacements, reasons
 
 
@@ -119,10 +116,6 @@ class _GatheredPairs:
         # Maps a value of all experts to the gathered value [tokens, k] of the chosen experts.
         self._gathered: dict[Node, Node] = {}
 
-    @property
-    def is_partial(self) -> bool:
-        return self._chosen.is_partial
-
     def replace(self) -> Node:
         """Replace the mask, and return the gather of the ids. Raises NotThisForm for an unknown reader of the mask."""
         sizes = (fake_value(self._mask.input).shape[1], fake_value(self._chosen.ids).shape[1])
@@ -144,6 +137,7 @@ class _GatheredPairs:
             if old in self._graph.nodes:
                 erase_unread(self._graph, old)
         gather = self._gathered[self._mask.input].all_input_nodes[0]
+        gather.meta[OF_MASK_KEY] = self._chosen.is_partial
         return gather
 
     def _unread(self, replaced: Collection[Node]) -> set[Node]:
@@ -372,14 +366,11 @@ def _is_arange_along(source: Node, dim: int, columns: MaskColumns) -> bool:
     """Return whether `source` is 0, 1, .. along dimension `dim` of `columns` [experts, tokens]."""
     if columns.order is not Order.BY_EXPERT or fake_value(source).dim() != 2:
         return False
-    if base_operation(source) == "expand":
-        source = source.all_input_nodes[0]
+    source = origin(source, Trait.EXPAND)
     if base_operation(source) != "unsqueeze" or all_arguments(source)["dim"] % 2 != 1 - dim:
         return False
     numbers = source.all_input_nodes[0]
-    arguments = all_arguments(numbers)
-    if base_operation(numbers) not in ("arange", "iota") or fake_value(numbers).dtype is not torch.int64:
+    if not is_arange(numbers) or fake_value(numbers).dtype is not torch.int64:
         return False
     counted = columns.tokens if dim == 1 else columns.experts
-    from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
-    return from_zero and bool(size_expression(fake_value(numbers).shape[0]) == counted)
+    return bool(size_expression(fake_value(numbers).shape[0]) == counted)
