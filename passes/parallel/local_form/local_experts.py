@@ -22,8 +22,7 @@ from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.traits import is_view
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
-from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
-from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
+from moepass.passes.parallel.local_form.row_moves import Casts, casts_between, changes_type, exchanged_by, moved_values
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
 from moepass.passes.rows.row_layout import ratio
 
@@ -209,7 +208,7 @@ class LocalForm(BlockWriter):
         return value
 
     def _casts_between(self, end: Node, start: Node) -> Casts:
-        return casts_between(end, {start}, self._region)
+        return casts_between(end, start, self._region)
 
     def _weight_outputs(self, values: dict[Node, Node]) -> None:
         """Write the weighting of the outputs, if values that travel with the rows weight them before the combine."""

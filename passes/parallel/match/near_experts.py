@@ -34,6 +34,11 @@ def moves_rows(node: Node) -> bool:
     return is_move or is_view(node)
 
 
+def is_new_memory(node: Node) -> bool:
+    """Return whether `node` is memory filled with one number, or uninitialised memory."""
+    return has_trait(node, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
+
+
 def most_nodes(ranks: int) -> int:
     return MOST_NODES + MOST_NODES_PER_RANK * ranks
 

@@ -16,7 +16,7 @@ from moepass.passes.ops import walk
 from moepass.passes.ops.arguments import is_accumulating_write
 from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
-from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
+from moepass.passes.parallel.match.near_experts import MOST_NODES, is_new_memory, is_size
 
 aten = torch.ops.aten
 
@@ -86,10 +86,9 @@ def _unpadded(node: Node) -> Node | None:
 
 
 def _is_padding(node: object) -> bool:
-    """Return whether `node` is memory filled with one number, or uninitialised memory."""
+    """Return whether `node` is new memory, or a view of it."""
     assert isinstance(node, Node)
-    source = walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM))
-    return has_trait(source, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
+    return is_new_memory(walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM)))
 
 
 def id_source(node: Node) -> Node | None:
