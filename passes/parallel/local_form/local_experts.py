@@ -19,6 +19,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, is_float, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import is_view
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
@@ -68,7 +69,13 @@ class LocalForm(BlockWriter):
 
     def write(self) -> Node:
         """Write the local form, and return the replacement of the block's sink. Raises NotThisForm."""
-        result = self._write()
+        sources = self.block.sources
+        if self.block.form == "all_to_all":
+            result = self._rows_by_counts(sources["rows"], sources["counts"])
+        elif self.block.form == "all_to_all_slots":
+            result = self._all_slots(sources["rows"])
+        else:
+            result = self._weighted_sum(sources["hidden"], sources["ids"])
         checked = {*self.copied, *self.left_out, *self.cast_nodes, *self.starts, self.end}
         dtype = fake_value(self.block.sink).dtype
         for node in self.block.region:
@@ -81,26 +88,16 @@ class LocalForm(BlockWriter):
                 )
         return result
 
-    def _write(self) -> Node:
-        sources = self.block.sources
-        if self.block.form == "all_to_all":
-            return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
-        if self.block.form == "all_to_all_slots":
-            return self._all_slots(sources["rows"])
-        return self._weighted_sum(sources["hidden"], sources["ids"])
-
-    def _flat(self, counts: Node) -> Node:
-        return counts if fake_value(counts).dim() == 1 else self.emit(aten.view.default, counts, [-1])
-
     def _rows_by_counts(self, rows: Node, counts: Node) -> Node:
         """Write the experts on the rows as sent by the AllToAll: sorted by expert, `counts` rows of each."""
-        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
-        return self._experts(rows, ends, lambda: self._expert_of_each_row(rows, counts))
+        flat = counts if fake_value(counts).dim() == 1 else self.emit(aten.view.default, counts, [-1])
 
-    def _expert_of_each_row(self, rows: Node, counts: Node) -> Node:
-        every = self.arange(self.block.experts, fake_value(rows).device)
-        chosen = self.emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
-        return self.emit(aten.index.Tensor, every, [chosen])
+        def expert_of_row() -> Node:
+            every = self.arange(self.block.experts, fake_value(rows).device)
+            chosen = self.emit(aten.repeat_interleave.Tensor, flat, output_size=self._size(fake_value(rows).shape[0]))
+            return self.emit(aten.index.Tensor, every, [chosen])
+
+        return self._experts(rows, self.emit(aten.cumsum.default, flat, 0, dtype=torch.int32), expert_of_row)
 
     def _ends(self, sorted_ids: Node) -> Node:
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
@@ -120,11 +117,12 @@ class LocalForm(BlockWriter):
         counts = self.emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
         # Cast separately: for the cumsum of a constant, Inductor ignores `dtype` and keeps that of the constant.
         ends = self.emit(prims.convert_element_type.default, self.emit(aten.cumsum.default, counts, 0), torch.int32)
-        return self._experts(slots, ends, lambda: self._expert_of_each_slot(slots, each))
 
-    def _expert_of_each_slot(self, slots: Node, each: Any) -> Node:
-        every = self.emit(aten.unsqueeze.default, self.arange(self.block.experts, fake_value(slots).device), -1)
-        return self.emit(aten.reshape.default, self.emit(aten.expand.default, every, [self.block.experts, each]), [-1])
+        def expert_of_slot() -> Node:
+            every = self.emit(aten.unsqueeze.default, self.arange(experts, device), -1)
+            return self.emit(aten.reshape.default, self.emit(aten.expand.default, every, [experts, each]), [-1])
+
+        return self._experts(slots, ends, expert_of_slot)
 
     def _zero_unused(self, sorted_ids: Node, outputs: Node) -> Node:
         """Return the outputs with zeros for the rows of dropped pairs."""
@@ -223,25 +221,22 @@ class LocalForm(BlockWriter):
         self.weighting = self.copied - before
 
     def _gemm(self, number: int, rows: Node, ends: Node) -> Node:
-        gemm = self.block.gemms[number]
-        names = [argument.name for argument in gemm.node.target._schema.arguments]  # type: ignore[union-attr]
-        arguments = {**dict(zip(names, gemm.node.args, strict=False)), **gemm.node.kwargs}
-        weight = self._weight(next(value for name, value in arguments.items() if name in ("mat2", "weight")))
+        gemm = self.block.gemms[number].node
         # Both operators take rows, weights and offsets in this order; the other arguments are unchanged.
-        extra = {name: value for name, value in arguments.items() if name not in names[:3] and value is not None}
-        node = self.emit(gemm.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
+        _, (_, weight), _, *others = all_arguments(gemm).items()
+        extra = {name: value for name, value in others if value is not None}
+        node = self.emit(gemm.target, rows, self._weight(weight), ends, **extra)  # type: ignore[arg-type]
         self.gemms[node] = number
         return node
 
-    def _weight(self, operand: Any) -> Node:
+    def _weight(self, operand: Node) -> Node:
         """Return the weight operand of a GEMM for all experts: the same views of the complete tensor."""
         if operand in self.complete:
             return self.complete[operand]
-        if not isinstance(operand, Node) or not is_view(operand) or len(operand.all_input_nodes) != 1:
+        if not is_view(operand) or len(operand.all_input_nodes) != 1:
             raise NotThisForm(
-                f"its expert weights are computed in the graph by "
-                f"{named(operand) if isinstance(operand, Node) else operand}; keep parameters in the type in which the "
-                "GEMMs read them"
+                f"its expert weights are computed in the graph by {named(operand)}; keep parameters in the type in "
+                "which the GEMMs read them"
             )
         source = self._weight(operand.all_input_nodes[0])
         args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
@@ -309,13 +304,10 @@ class LocalForm(BlockWriter):
 
     def _travelled(self, node: Node) -> Node | None:
         """Return the replacement of a value that travelled with the rows, in any order, or None."""
-        if not is_float(node):
-            return None
-        value = fake_value(node)
-        exchange = exchanged_by(node) if self.block.travelling else None
+        exchange = exchanged_by(node) if self.block.travelling and is_float(node) else None
         if exchange is None or exchange.input not in self.block.travelling:
             return None
-        local = self.travelling[self.block.travelling.index(exchange.input)]
+        value, local = fake_value(node), self.travelling[self.block.travelling.index(exchange.input)]
         if value.shape[1:] != fake_value(local).shape[1:]:
             return None
         local = self._cast(local, [self._casts_between(node, exchange.input)])
@@ -340,14 +332,12 @@ class LocalForm(BlockWriter):
         times = ratio(size, size_expression(fake_value(self.block.down.node).shape[0]))
         if times is None or not times.is_Integer:
             return None
-        rows = self._size(fake_value(self.rows).shape[0])
-        if times == 1 or isinstance(rows, int):
-            return rows * int(times) if isinstance(rows, int) else rows
-        return self.emit(operator.mul, rows, int(times))
+        return self.product(self._size(fake_value(self.rows).shape[0]), int(times))  # type: ignore[no-any-return]
 
     def _check_repeatable(self, node: Node) -> None:
         """Raise NotThisForm for a node outside the activation function."""
-        if isinstance(fake_value(node), torch.SymInt) and not _is_of_sizes(node):
+        is_of_sizes = node.op == "call_function" and not is_call(node, aten._local_scalar_dense.default)
+        if isinstance(fake_value(node), torch.SymInt) and not is_of_sizes:
             raise NotThisForm(
                 f"what lies between its GEMMs reads a size, {named(node)}, that is not a multiple of the number of its "
                 "experts' rows; expected constants, and sizes of the results of the GEMMs"
@@ -385,9 +375,8 @@ class LocalForm(BlockWriter):
         return not self._from_gemms(condition, values) and not _is_constant(condition)
 
     def _from_gemms(self, node: object, values: dict[Node, Node]) -> bool:
-        if not isinstance(node, Node):
-            return False
-        before = ancestors(node, stop=lambda used: used in values or used not in self._region)
+        starts = (node,) if isinstance(node, Node) else ()
+        before = ancestors(*starts, stop=lambda used: used in values or used not in self._region)
         return any(used in values for used in before)
 
 
@@ -395,8 +384,3 @@ def _is_constant(node: object) -> bool:
     """Return whether `node` is computed from constants alone, whose sizes are constants too."""
     before = ancestors(node) if isinstance(node, Node) else ()
     return all(used.op == "get_attr" or (used.op == "call_function" and collective_of(used) is None) for used in before)
-
-
-def _is_of_sizes(node: Node) -> bool:
-    """Return whether `node` computes a size from other sizes or from a shape, and not from the elements of a tensor."""
-    return node.op == "call_function" and not is_call(node, aten._local_scalar_dense.default)
