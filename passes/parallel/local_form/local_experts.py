@@ -21,7 +21,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import is_view
-from moepass.passes.ops.walk import ancestors
+from moepass.passes.ops.walk import ancestors, walk
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import Casts, casts_between, changes_type, exchanged_by, moved_values
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
@@ -258,49 +258,42 @@ class LocalForm(BlockWriter):
 
     def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
         """Copy `node`, a value between the GEMMs, to the local form; `values` maps the block's nodes to copies."""
-        # Maps each visited node to the operand that replaces it if it only masks that operand, or else to None.
-        unmasked: dict[Node, Node | None] = {}
-
-        def replacement(used: Node) -> Any:
-            while (source := unmasked.get(used)) is not None:
-                used = source
-            return used if used.op == "get_attr" else self.sizes.get(used, values.get(used))
-
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            if replacement(current) is not None:
-                pending.pop()
-                continue
-            start = self._travelled(current) or self._looked_up(current) or self._moved_outputs(current)
-            if start is not None:
-                self.starts[current] = values[current] = start
-                continue
-            if isinstance(fake_value(current), torch.SymInt) and (size := self._row_multiple(current)) is not None:
-                self.sizes[current] = size
-                continue
-            self._check_repeatable(current)
-            if current not in unmasked:
-                unmasked[current] = self._masked_operand(current, values)
-            source = unmasked[current]
-            arguments = self._for_any_rows(current)
-            missing = [used for used in nodes_in(arguments) if replacement(used) is None]
-            if source is not None:
-                self.left_out.add(current)
-                self.unmasked[current] = source
-                pending.append(source)
-            elif missing:
-                pending.extend(reversed(missing))
-            else:
-                args, kwargs = map_nodes(arguments, replacement)
+        for current in sorted(walk([node], lambda current: self._copied_operands(current, values))):
+            if self._replacement(current, values) is None:
+                arguments = self._for_any_rows(current)
+                args, kwargs = map_nodes(arguments, lambda used: self._replacement(used, values))
                 self.copied.add(current)
                 values[current] = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
                 self.copies[values[current]] = current
                 if arguments[0] is current.args:
                     self.origins[values[current]] = current
-        result = replacement(node)
+        result = self._replacement(node, values)
         assert isinstance(result, Node)
         return result
+
+    def _replacement(self, node: Node, values: dict[Node, Node]) -> int | Node | None:
+        while node in self.unmasked:
+            node = self.unmasked[node]
+        return node if node.op == "get_attr" else self.sizes.get(node, values.get(node))
+
+    def _copied_operands(self, node: Node, values: dict[Node, Node]) -> Sequence[Node]:
+        """Return the operands that the copy of `node` reads; none if it is replaced. Raises NotThisForm."""
+        if self._replacement(node, values) is not None:
+            return ()
+        start = self._travelled(node) or self._looked_up(node) or self._moved_outputs(node)
+        if start is not None:
+            self.starts[node] = values[node] = start
+            return ()
+        if isinstance(fake_value(node), torch.SymInt) and (size := self._row_multiple(node)) is not None:
+            self.sizes[node] = size
+            return ()
+        self._check_repeatable(node)
+        source = self._masked_operand(node, values)
+        if source is None:
+            return nodes_in(self._for_any_rows(node))
+        self.left_out.add(node)
+        self.unmasked[node] = source
+        return (source,)
 
     def _travelled(self, node: Node) -> Node | None:
         """Return the replacement of a value that travelled with the rows, in any order, or None."""
