@@ -162,37 +162,30 @@ class LocalForm(BlockWriter):
     def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
         """Write the block's experts, with activation function and biases, on rows sorted by expert."""
         *ups, down = self.block.gemms
-        rows = self._cast_inputs(rows)
+        sent_rows = self.block.sources.get("rows")
+        if sent_rows is not None:
+            paths = [casts_between(up.activations, sent_rows, self._region) for up in ups]
+            if len({casts.types for casts in paths}) != 1:
+                readers = " and ".join(named(up.node) for up in ups)
+                raise NotThisForm(f"{readers} read rows that are cast in different ways")
+            rows = self._cast(rows, *paths)
         self.rows, self.ends = rows, ends
         self._expert_of_row = expert_of_row
         values = {up.node: self._gemm(number, rows, ends) for number, up in enumerate(ups)}
         for up in ups:
-            values[up.node] = self._biased(up.node, values[up.node], values)
+            values[up.node] = self._biased(up.node, values)
         self.starts = dict(values)
         activations = self._translate(down.activations, values)
-        values[down.node] = result = self._gemm(len(ups), activations, ends)
-        self.outputs = self._biased(down.node, result, values)
-        bias = bias_after(down.node)
-        self.end = down.node if bias is None or bias.sum not in values else bias.sum
-        if self.block.travelling and "rows" in self.block.sources:
+        values[down.node] = self._gemm(len(ups), activations, ends)
+        self.outputs = self._biased(down.node, values)
+        self.end = next(node for node, copy in values.items() if copy is self.outputs)
+        if sent_rows is None:
+            return self.outputs
+        if self.block.travelling:
             self._weight_outputs(values)
-        return self._cast_outputs(self.outputs)
+        return self._cast(self.outputs, casts_between(self.block.sink, self.end, self._region))
 
-    def _cast_inputs(self, rows: Node) -> Node:
-        if "rows" not in self.block.sources:
-            return rows
-        *ups, _ = self.block.gemms
-        paths = [self._casts_between(up.activations, self.block.sources["rows"]) for up in ups]
-        if len({casts.types for casts in paths}) != 1:
-            raise NotThisForm(f"{' and '.join(named(up.node) for up in ups)} read rows that are cast in different ways")
-        return self._cast(rows, paths)
-
-    def _cast_outputs(self, outputs: Node) -> Node:
-        if "rows" not in self.block.sources:
-            return outputs
-        return self._cast(outputs, [self._casts_between(self.block.sink, self.end)])
-
-    def _cast(self, value: Node, paths: Sequence[Casts]) -> Node:
+    def _cast(self, value: Node, *paths: Casts) -> Node:
         """Return `value` after the casts of `paths`, which have equal dtypes."""
         if not paths[0].types:
             return value
@@ -204,9 +197,6 @@ class LocalForm(BlockWriter):
         self.types.append(paths[0].types)
         self.cast_nodes.update(*(path.nodes for path in paths))
         return value
-
-    def _casts_between(self, end: Node, start: Node) -> Casts:
-        return casts_between(end, start, self._region)
 
     def _weight_outputs(self, values: dict[Node, Node]) -> None:
         """Write the weighting of the outputs, if values that travel with the rows weight them before the combine."""
@@ -242,13 +232,13 @@ class LocalForm(BlockWriter):
         args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
         return self.emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
 
-    def _biased(self, gemm: Node, value: Node, values: dict[Node, Node]) -> Node:
-        """Return `value` plus the bias that the block adds right after `gemm`, if any, and add the sum to `values`."""
+    def _biased(self, gemm: Node, values: dict[Node, Node]) -> Node:
+        """Return the copy of `gemm` plus the bias that the block adds to it, if any, and add the sum to `values`."""
         bias = bias_after(gemm)
         if bias is None or bias.tensor not in self.complete:
-            return value
+            return values[gemm]
         row_biases = self.emit(aten.index.Tensor, self.complete[bias.tensor], [self._ids_of_rows()])
-        values[bias.sum] = self.emit(aten.add.Tensor, value, row_biases)
+        values[bias.sum] = self.emit(aten.add.Tensor, values[gemm], row_biases)
         return values[bias.sum]
 
     def _ids_of_rows(self) -> Node:
@@ -303,7 +293,7 @@ class LocalForm(BlockWriter):
         value, local = fake_value(node), self.travelling[self.block.travelling.index(exchange.input)]
         if value.shape[1:] != fake_value(local).shape[1:]:
             return None
-        local = self._cast(local, [self._casts_between(node, exchange.input)])
+        local = self._cast(local, casts_between(node, exchange.input, self._region))
         return local if value.dtype == fake_value(local).dtype else None
 
     def _looked_up(self, node: Node) -> Node | None:
