@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun
-from moepass.passes.parallel.proof.demands import demand, equal
 from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
+
+_TOLERANCE = 1e-9
 
 
 def check_run(run: MockRun) -> None:
@@ -60,42 +60,35 @@ def _check_exchange(run: MockRun) -> None:
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):
         # After a gather of counts, the block may use its own counts for the rows that it sends to itself.
         senders[block.group.rank] = own_rows.sent_to(block.own_experts, block.bounds, block.group.rank)
-    dispatch, *travelling = block.dispatches
     *counts, combine = (exchange for exchange in block.exchanges if exchange not in block.dispatches)
-
-    def check_sizes(send: list[int], receive: list[int]) -> None:
-        demand(send == own_rows.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
-        demand(receive == [len(sender.rows) for sender in senders], f"it expects rows in parts of {receive}")
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         if collective.node in [exchange.node for exchange in counts]:
-            demand(equal(sent.reshape(-1), own_rows.counts), "it sends counts that are not those of its rows")
+            _demand(_equal(sent.reshape(-1), own_rows.counts), "it sends counts that are not those of its rows")
             if collective.kind == "all_gather":
                 return torch.stack([each.all_counts for each in senders]).reshape(-1, *sent.shape[1:]).to(sent.dtype)
             arriving = torch.stack([each.counts[block.own_experts.start : block.own_experts.stop] for each in senders])
             unit = sent.numel() // max(1, sent.shape[0])
-            demand(receive == [len(block.own_experts) // max(unit, 1)] * block.group.ranks, "it expects other counts")
+            _demand(receive == [len(block.own_experts) // max(unit, 1)] * block.group.ranks, "it expects other counts")
             return arriving.reshape(-1, *sent.shape[1:]).to(sent.dtype)
-        if collective.node is dispatch.node:
-            demand(equal(sent, own_rows.rows), "it sends other rows than it counted")
-            check_sizes(send, receive)
-            return torch.cat([sender.rows for sender in senders])
-        for number, exchange in enumerate(travelling):
+        for number, exchange in enumerate(block.dispatches):
             if collective.node is exchange.node:
-                demand(equal(sent, own_rows.travelling[number]), "it sends something else beside its rows")
-                check_sizes(send, receive)
-                return torch.cat([sender.travelling[number] for sender in senders])
+                other = "it sends something else beside its rows" if number else "it sends other rows than it counted"
+                _demand(_equal(sent, own_rows.values[number]), other)
+                _demand(send == own_rows.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
+                _demand(receive == [sender.rows for sender in senders], f"it expects rows in parts of {receive}")
+                return torch.cat([sender.values[number] for sender in senders])
         if collective.node is combine.node:
             expected = expert_outputs(run, senders)
-            demand(equal(sent, expected), "it sends back other outputs than its experts' for the rows")
+            _demand(_equal(sent, expected), "it sends back other outputs than its experts' for the rows")
             return expert_outputs(run, [own_rows])
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
-    values = {rows_node: own_rows.rows, **dict(zip(block.travelling, own_rows.travelling, strict=True))}
+    values = dict(zip((rows_node, *block.travelling), own_rows.values, strict=True))
     if counts_node is not None:
         values[counts_node] = own_rows.counts.view(run.mock.shape(counts_node))
     run.run_block(values, answer)
-    demand(equal(run.run_local_form(values), expert_outputs(run, [own_rows])), "its local form gives something else")
+    _demand(_equal(run.run_local_form(values), expert_outputs(run, [own_rows])), "its local form gives something else")
 
 
 def _check_partial_sums(run: MockRun) -> None:
@@ -104,7 +97,8 @@ def _check_partial_sums(run: MockRun) -> None:
     tokens, top_k = run.mock.shape(block.sources["ids"])
     ranks, own_rank = block.group.ranks, block.group.rank
     gathered = block.form == "all_gather"
-    most = max(1, run.scenario.load) * tokens + 3 if gathered and _is_padded(block) else tokens
+    is_padded = gathered and any(exchange.kind == "all_reduce" for exchange in block.exchanges)
+    most = max(1, run.scenario.load) * tokens + 3 if is_padded else tokens
     batches = [
         _Tokens.draw(run, tokens if rank == own_rank else most, top_k) for rank in range(ranks if gathered else 1)
     ]
@@ -115,15 +109,15 @@ def _check_partial_sums(run: MockRun) -> None:
         if collective.node is combine.node:
             partial = _weighted_outputs(run, _Tokens.joined(batches), block.own_experts)
             padded = sent.split(most)
-            demand(len(padded) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
+            _demand(len(padded) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
             expected = partial.split([len(batch.hidden) for batch in batches])
             sent_rows = torch.cat([shard[: len(rows)] for shard, rows in zip(padded, expected, strict=True)])
-            demand(equal(sent_rows, partial), "it does not add exactly its own experts' part")
+            _demand(_equal(sent_rows, partial), "it does not add exactly its own experts' part")
             total = _weighted_outputs(run, own_tokens, range(block.experts))
             return F.pad(total, (0, 0, 0, most - tokens), value=torch.nan)
         if collective.kind == "all_reduce" and gathered:
-            demand(collective.reduction == "max" and sent.numel() == 1, "it reduces something unknown")
-            demand(int(sent) == tokens, "it reduces something other than its number of tokens")
+            _demand(collective.reduction == "max" and sent.numel() == 1, "it reduces something unknown")
+            _demand(int(sent) == tokens, "it reduces something other than its number of tokens")
             return torch.full_like(sent, most)
         if collective.kind == "all_gather" and gathered:
             return _gather(sent, batches, own_rank, most)
@@ -131,21 +125,17 @@ def _check_partial_sums(run: MockRun) -> None:
 
     values: Mapping[Node, Any] = {node: own_tokens.of(role) for role, node in block.sources.items()}
     result = run.run_block(values, answer)
-    demand(equal(run.run_local_form(values), result), "its local form gives something else")
+    _demand(_equal(run.run_local_form(values), result), "its local form gives something else")
 
 
 def _gather(sent: torch.Tensor, batches: Sequence[_Tokens], own_rank: int, most: int) -> torch.Tensor:
     """Return the gathered rows of all ranks. Other ranks have `most` tokens, so only this rank sends padding."""
     for role in ("hidden", "ids", "weights"):
         values = getattr(batches[own_rank], role)
-        if sent.is_floating_point() == values.is_floating_point() and equal(sent[: len(values)], values):
-            demand(len(sent) == most, f"it gathers {len(sent)} rows of {role}, where {most} were agreed on")
+        if sent.is_floating_point() == values.is_floating_point() and _equal(sent[: len(values)], values):
+            _demand(len(sent) == most, f"it gathers {len(sent)} rows of {role}, where {most} were agreed on")
             return torch.cat([sent if rank == own_rank else getattr(batch, role) for rank, batch in enumerate(batches)])
     raise ContractBroken("it gathers something that is neither tokens, nor their experts, nor their weights")
-
-
-def _is_padded(block: ParallelBlock) -> bool:
-    return any(exchange.kind == "all_reduce" for exchange in block.exchanges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,3 +174,17 @@ def _weighted_outputs(run: MockRun, tokens: _Tokens, experts: range) -> torch.Te
         outputs = run.experts(rows, ids[pairs]) * weights.unsqueeze(-1)
     total = torch.zeros(len(tokens.hidden), outputs.shape[1], dtype=torch.float64)
     return total.index_add(0, pairs // top_k, outputs)
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    left, right = left.double(), right.double()
+    # Most are bit-identical, and that is faster to check.
+    return torch.equal(left, right) or torch.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _demand(condition: bool, reason: str) -> None:
+    """Raise ContractBroken with `reason` unless `condition` is True."""
+    if not condition:
+        raise ContractBroken(reason)

@@ -64,7 +64,12 @@ def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
             except (NotThisForm, ContractBroken) as error:
                 failure = failure or error
     except NoSmallCopy as error:
-        _check_room(mock, error)
+        needed = run_bytes(mock)
+        if needed > MOST_PROOF_BYTES:
+            raise NotThisForm(
+                f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are "
+                f"allowed, and a smaller copy of it cannot be made: {error}"
+            ) from error
         return _prove(mock, ranges)
     except ContractBroken as error:
         raise failure or error from None
@@ -80,16 +85,6 @@ def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
     for seed, scenario in enumerate((*SCENARIOS, *_with_every_id(mock))):
         check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
     ranges.check()
-
-
-def _check_room(mock: MockBlock, reason: NoSmallCopy) -> None:
-    """Raise NotThisForm if the captured block is too large to run."""
-    needed = run_bytes(mock)
-    if needed > MOST_PROOF_BYTES:
-        raise NotThisForm(
-            f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are allowed, "
-            f"and a smaller copy of it cannot be made: {reason}"
-        )
 
 
 def _with_every_id(mock: MockBlock) -> Iterator[Scenario]:

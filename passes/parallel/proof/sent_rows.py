@@ -13,13 +13,14 @@ from moepass.passes.parallel.mock.mock_run import MockRun, repeat_each
 
 @dataclasses.dataclass(frozen=True)
 class SentRows:
-    """Rows for `experts`, sorted by expert, and their `counts` [E]; `travelling` values have one entry per row."""
+    """The `values` that a rank sends, rows first, then those that travel with them: one entry per row, by expert.
 
-    rows: torch.Tensor
+    `counts` [E] are the numbers of rows. `all_counts` [E] also has those for experts of other ranks, which a rank sends
+    if ranks gather counts.
+    """
+
+    values: tuple[torch.Tensor, ...]
     counts: torch.Tensor
-    experts: range
-    travelling: tuple[torch.Tensor, ...]
-    # Counts [E] for the experts of all ranks, for blocks in which ranks gather them.
     all_counts: torch.Tensor
 
     @staticmethod
@@ -37,32 +38,32 @@ class SentRows:
             counts[experts.start : experts.stop] = capacity
         elif len(experts):
             counts = torch.bincount(experts.start + choose(run.generator, pairs, len(experts)), minlength=total)
-        number = int(counts.sum())
         all_counts = torch.randint(0, 5, (total,), generator=run.generator)
         all_counts[experts.start : experts.stop] = counts[experts.start : experts.stop]
-        rows = run.random_rows(number, run.mock.widths[0][0])
-        return SentRows(rows, counts, experts, _draw_travelling(run, number), all_counts)
+        shapes = [[run.mock.widths[0][0]], *(run.mock.shape(node)[1:] for node in run.block.travelling)]
+        values = tuple(run.random_rows(int(counts.sum()), *shape) for shape in shapes)
+        return SentRows(values, counts, all_counts)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.values[0])
 
     def sent_to(self, experts: range, bounds: Sequence[int], rank: int) -> SentRows:
         """Return the rows for the `experts` of `rank`."""
         sizes = self.sizes_by_rank(bounds)
         counts = torch.zeros_like(self.counts)
         counts[experts.start : experts.stop] = self.counts[experts.start : experts.stop]
-        rows, *travelling = (values.split(sizes)[rank] for values in (self.rows, *self.travelling))
-        return SentRows(rows, counts, experts, tuple(travelling), self.counts)
+        return SentRows(tuple(values.split(sizes)[rank] for values in self.values), counts, self.counts)
 
     def sizes_by_rank(self, bounds: Sequence[int]) -> list[int]:
         ends = [0, *self.counts.cumsum(0).tolist()]
         return [ends[stop] - ends[start] for start, stop in itertools.pairwise(bounds)]
 
 
-def _draw_travelling(run: MockRun, rows: int) -> tuple[torch.Tensor, ...]:
-    return tuple(run.random_rows(rows, *run.mock.shape(node)[1:]) for node in run.block.travelling)
-
-
 def expert_outputs(run: MockRun, senders: Sequence[SentRows]) -> torch.Tensor:
     """Return the output of its expert for each row of `senders`, one sender after the other."""
     experts = torch.arange(run.block.experts).repeat(len(senders))
     ids = repeat_each(experts, torch.cat([sender.counts for sender in senders]))
-    travelling = [torch.cat(values) for values in zip(*(sender.travelling for sender in senders), strict=True)]
-    return run.experts(torch.cat([sender.rows for sender in senders]), ids, travelling)
+    rows, *travelling = (torch.cat(values) for values in zip(*(sender.values for sender in senders), strict=True))
+    return run.experts(rows, ids, travelling)
