@@ -178,19 +178,14 @@ class _Walk(RowRules):
     def _constant(self, node: Node) -> None:
         value = fake_value(node)
         by_element = has_trait(node, Trait.ELEMENTWISE, Trait.RESHAPE, Trait.EXPAND)
-        if not (by_element or has_trait(node, Trait.FILL, Trait.FILL_LIKE)):
-            grows = [used for used in (node, *node.all_input_nodes) if has_symbols(fake_value(used))]
-            if grows:
-                self._refuse(node, "computes with a constant that is as long as there are rows")
-        self._layouts[node] = (
-            tuple(no_rows(item.shape) if isinstance(item, torch.Tensor) else no_rows(()) for item in value)
-            if isinstance(value, (tuple, list))
-            else no_rows(value.shape)
-        )
+        is_filled = has_trait(node, Trait.FILL, Trait.FILL_LIKE)
+        grows = any(has_symbols(fake_value(used)) for used in (node, *node.all_input_nodes))
+        if grows and not by_element and not is_filled:
+            self._refuse(node, "computes with a constant that is as long as there are rows")
+        layouts = tuple(no_rows(getattr(item, "shape", ())) for item in several(value))
+        self._layouts[node] = layouts if isinstance(value, (tuple, list)) else layouts[0]
         tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
-        if has_trait(node, Trait.FILL, Trait.FILL_LIKE) or (
-            by_element and all(self._is_uniform(used) for used in tensors)
-        ):
+        if is_filled or (by_element and all(map(self._is_uniform, tensors))):
             self._uniform.add(node)
 
     def _masked(self, node: Node) -> Layout:

@@ -78,11 +78,11 @@ def row_functions(local: LocalForm) -> RowFunctions:
             else:
                 constants.add(node)
     # A mask directly on the results of a GEMM is not replaced in mock runs.
-    masks = {node: source for node, source in local.unmasked.items() if source in calls}
-    for node in local.block.region:
-        if local.unmasked.get(node) in masks:
-            masks[node] = local.unmasked[node]
-    outputs = {node for node in calls if node in local.weighting or local.copies.get(node) in local.weighting}
+    masks: dict[Node, Node] = {}
+    for node, source in sorted(local.unmasked.items()):
+        if source in calls or source in masks:
+            masks[node] = source
+    outputs = {node for node in calls if local.copies.get(node, node) in local.weighting}
     return RowFunctions(calls, masks, counts, frozenset(constants), frozenset(outputs))
 
 
