@@ -106,6 +106,11 @@ class GraphWriter:
             return right if left == 1 else left
         return self.emit(operator.mul, left, right)
 
+    def cast(self, value: Node, dtype: torch.dtype) -> Node:
+        """Return `value` in `dtype`: unchanged if it has this dtype."""
+        is_same = fake_value(value).dtype == dtype
+        return value if is_same else self.emit(prims.convert_element_type.default, value, dtype)
+
     def getitem(self, source: Node, index: int) -> Node:
         """Insert the selection of an element of a tuple."""
         return self.emit(operator.getitem, source, index)

@@ -27,7 +27,7 @@ from moepass.passes.parallel.local_form.row_moves import Casts, casts_between, c
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
 from moepass.passes.rows.row_layout import ratio
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 class LocalForm(BlockWriter):
@@ -116,7 +116,7 @@ class LocalForm(BlockWriter):
         each = total // experts if isinstance(total, int) else self.emit(operator.floordiv, total, experts)
         counts = self.emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
         # Cast separately: for the cumsum of a constant, Inductor ignores `dtype` and keeps that of the constant.
-        ends = self.emit(prims.convert_element_type.default, self.emit(aten.cumsum.default, counts, 0), torch.int32)
+        ends = self.cast(self.emit(aten.cumsum.default, counts, 0), torch.int32)
 
         def expert_of_slot() -> Node:
             every = self.emit(aten.unsqueeze.default, self.arange(experts, device), -1)
@@ -153,11 +153,7 @@ class LocalForm(BlockWriter):
         unsorted = self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
         tokens = self._size(fake_value(hidden).shape[0])
         by_token = self.emit(aten.view.default, unsorted, [tokens, top_k, self.block.down.outer])
-        total = self.emit(aten.sum.dim_IntList, by_token, [1])
-        dtype = fake_value(self.block.sink).dtype
-        if fake_value(total).dtype == dtype:
-            return total
-        return self.emit(prims.convert_element_type.default, total, dtype)
+        return self.cast(self.emit(aten.sum.dim_IntList, by_token, [1]), fake_value(self.block.sink).dtype)
 
     def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
         """Write the block's experts, with activation function and biases, on rows sorted by expert."""
@@ -193,7 +189,7 @@ class LocalForm(BlockWriter):
         if fake_value(value).dtype != first:
             raise NotThisForm(f"its local form would have {fake_value(value).dtype} where the block has {first}")
         for dtype in later:
-            value = self.emit(prims.convert_element_type.default, value, dtype)
+            value = self.cast(value, dtype)
         self.types.append(paths[0].types)
         self.cast_nodes.update(*(path.nodes for path in paths))
         return value

@@ -37,7 +37,7 @@ from moepass.passes.ops.traits import Trait, base_operation, mutates
 from moepass.passes.ops.walk import descendants, origin
 from moepass.passes.parallel.match.gathered_columns import MaskColumns, Order, columns_of
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # Meta key of a gather of ids that replaces a gathered mask: whether an id may be the number of experts, for no expert.
 OF_MASK_KEY = "moepass_of_mask"
@@ -88,6 +88,11 @@ class _GatheredMaskReader:
     value: Node
     columns: MaskColumns
     has_indices: bool = False
+
+    @property
+    def pairs(self) -> Any:
+        """The number of pairs that it reads, as a size."""
+        return fake_value(self.value if self.has_indices else self.node).shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,17 +162,17 @@ class _GatheredPairs:
 
     def _readers(self) -> list[_GatheredMaskReader]:
         readers: list[_GatheredMaskReader] = []
-        pending = [(self._mask.result, MaskColumns.all_of(self._mask.result))]
-        while pending:
-            value, columns = pending.pop()
-            for user in value.users:
-                result = columns.through(user) if user.all_input_nodes[0] is value else None
+        columns_of_mask = {self._mask.result: MaskColumns.all_of(self._mask.result)}
+        for node in self._graph.nodes:
+            for value in filter(columns_of_mask.__contains__, node.all_input_nodes):
+                columns = columns_of_mask[value]
+                result = columns.through(node) if node.all_input_nodes[0] is value else None
                 if result is not None:
-                    pending.append((user, result))
-                elif base_operation(user) == "sort":
-                    readers += self._index_readers(user, columns)
+                    columns_of_mask[node] = result
+                elif base_operation(node) == "sort":
+                    readers += self._index_readers(node, columns)
                 else:
-                    readers.append(_GatheredMaskReader(user, value, columns))
+                    readers.append(_GatheredMaskReader(node, value, columns))
         return readers
 
     def _index_readers(self, sort: Node, columns: MaskColumns) -> Iterator[_GatheredMaskReader]:
@@ -192,16 +197,18 @@ class _GatheredPairs:
         if base == "sum":
             return self._sum(reader)
         if base == "nonzero" and by_expert:
-            size = fake_value(node).shape[0]
-            pairs = [self._expert(columns, size), self._token(columns, size)]
+            pairs = (self._expert(reader), self._token(reader))
             both = [self.writer.emit(aten.unsqueeze.default, item, 1) for item in pairs]
             return self.writer.emit(aten.cat.default, both, 1)
         is_mask = base == "masked_select" and arguments["mask"] is reader.value and by_expert
         if is_call(node, aten.index.Tensor) and columns.order is not Order.BY_TOKEN:
             is_mask = arguments["indices"] == [reader.value] and fake_value(reader.value).dtype is torch.bool
-        if is_mask and arguments["self"] is not reader.value:
-            return self._selected(arguments["self"], reader)
-        raise self._unknown(node)
+        source = arguments.get("self")
+        if not is_mask or source is reader.value:
+            raise self._unknown(node)
+        if _is_arange_along(source, 1, columns):
+            return self._token(reader)
+        return self._expert(reader) if _is_arange_along(source, 0, columns) else self._weight(source, reader)
 
     def _unknown(self, node: Node) -> NotThisForm:
         return NotThisForm(
@@ -211,13 +218,11 @@ class _GatheredPairs:
         )
 
     def _size(self, node: Node) -> Node:
-        size = fake_value(node)
-        ids = self._gather(self._mask.input)
+        size, ids = fake_value(node), self._gather(self._mask.input)
         if isinstance(size, torch.SymInt):
-            tokens = self.writer.size(ids, 0)
             times, remainder = divmod(size_expression(size), size_expression(fake_value(ids).shape[0]))
             if remainder == 0 and times.is_Integer:
-                return self.writer.product(tokens, int(times))  # type: ignore[no-any-return]
+                return self.writer.product(self.writer.size(ids, 0), int(times))  # type: ignore[no-any-return]
         raise self._unknown(node)
 
     def _sum(self, reader: _GatheredMaskReader) -> Node:
@@ -230,24 +235,13 @@ class _GatheredPairs:
             along = [dim % 2 for dim in dims or ()]
             if columns.order is Order.FLAT or arguments["keepdim"] or along != [columns.dim_of_tokens]:
                 raise self._unknown(node)
-        if fake_value(node).dtype is torch.int32:
-            return self.writer.emit(prims.convert_element_type.default, counts, torch.int32)
-        if fake_value(node).dtype is torch.int64:
-            return counts
-        raise self._unknown(node)
+        if fake_value(node).dtype not in (torch.int32, torch.int64):
+            raise self._unknown(node)
+        return self.writer.cast(counts, fake_value(node).dtype)
 
-    def _selected(self, source: Node, reader: _GatheredMaskReader) -> Node:
-        """Return the elements of `source` that the mask selects: tokens, experts or weights of the pairs."""
-        node, columns = reader.node, reader.columns
-        size = fake_value(node).shape[0]
-        if _is_arange_along(source, 1, columns):
-            return self._token(columns, size)
-        if _is_arange_along(source, 0, columns):
-            return self._expert(columns, size)
-        return self._weight(source, columns, self._pair(columns, size), node)
-
-    def _weight(self, source: Node, columns: MaskColumns, pair: Node, node: Node) -> Node:
-        """Return the elements of `source`, gathered for all experts, at the pairs with indices `pair`."""
+    def _weight(self, source: Node, reader: _GatheredMaskReader) -> Node:
+        """Return the elements of `source`, gathered for all experts, at the pairs that `reader` reads."""
+        pair = self._pair(reader)
         gathered = columns_of(source, self._gathers)
         if gathered is None:
             raise NotThisForm(
@@ -255,13 +249,13 @@ class _GatheredPairs:
                 "expected what is gathered [tokens, experts] beside it, in the columns of the same experts"
             )
         gather, source_columns = gathered
-        is_aligned = dataclasses.replace(source_columns, types=()) == dataclasses.replace(columns, types=())
+        is_aligned = dataclasses.replace(source_columns, types=()) == dataclasses.replace(reader.columns, types=())
         if not is_aligned or gather.group_name != self._mask.group_name:
-            raise self._unknown(node)
+            raise self._unknown(reader.node)
         flat = self.writer.emit(aten.reshape.default, self._gather(gather.input), [-1])
         value = self.writer.emit(aten.index.Tensor, flat, [pair])
         for dtype in source_columns.types:
-            value = self.writer.emit(prims.convert_element_type.default, value, dtype)
+            value = self.writer.cast(value, dtype)
         return value
 
     def _takes_all_pairs(self, first: Node, columns: MaskColumns) -> bool:
@@ -278,21 +272,20 @@ class _GatheredPairs:
 
     def _read_indices(self, reader: _GatheredMaskReader) -> Node:
         """Return the replacement of a node that reads indices in [experts · tokens] of ones, or raise NotThisForm."""
-        node, columns, size = reader.node, reader.columns, fake_value(reader.value).shape[0]
-        base, arguments = base_operation(node), all_arguments(node)
+        base, arguments = base_operation(reader.node), all_arguments(reader.node)
         if base == "sym_size":
-            return self._pair_count(columns, size)
-        if is_call(node, aten.index.Tensor) and arguments["indices"] == [reader.value]:
-            return self._weight(arguments["self"], columns, self._pair(columns, size), node)
+            return self._pair_count(reader)
+        if is_call(reader.node, aten.index.Tensor) and arguments["indices"] == [reader.value]:
+            return self._weight(arguments["self"], reader)
         argument = arguments.get("other")
         divisor = fake_value(argument) if isinstance(argument, Node) else argument
         is_divided = arguments.get("self") is reader.value and isinstance(divisor, (int, torch.SymInt))
-        if is_divided and size_expression(divisor) == columns.tokens:
+        if is_divided and size_expression(divisor) == reader.columns.tokens:
             if base == "remainder":
-                return self._token(columns, size)
+                return self._token(reader)
             if base == "floor_divide" or arguments.get("rounding_mode") in ("floor", "trunc"):
-                return self._expert(columns, size)
-        raise self._unknown(node)
+                return self._expert(reader)
+        raise self._unknown(reader.node)
 
     def _gather(self, value: Node) -> Node:
         """Return the gathered ids [tokens · ranks, k] for the mask, or elements of another `value` at these ids."""
@@ -308,9 +301,7 @@ class _GatheredPairs:
 
     def _sent_ids(self) -> Node:
         """Return the ids, with the number of experts in place of ids that the mask leaves out."""
-        ids = self._chosen.ids
-        if fake_value(ids).dtype is not torch.int64:
-            ids = self.writer.emit(prims.convert_element_type.default, ids, torch.int64)
+        ids = self.writer.cast(self._chosen.ids, torch.int64)
         if not self._chosen.is_partial:
             return ids
         experts = int(fake_value(self._mask.input).shape[1])
@@ -335,24 +326,23 @@ class _GatheredPairs:
             self._pairs[key] = _MaskedPairs(self.writer.getitem(both, 1), experts, counts)
         return self._pairs[key]
 
-    def _pair_count(self, columns: MaskColumns, size: Any) -> Node:
-        """Return the number of pairs in `columns`; `size` is its fake value."""
-        total = self.writer.emit(aten.sum.default, self._pairs_of(columns).counts)
-        return self.writer.described(aten._local_scalar_dense.default, (total,), size)
+    def _pair_count(self, reader: _GatheredMaskReader) -> Node:
+        total = self.writer.emit(aten.sum.default, self._pairs_of(reader.columns).counts)
+        return self.writer.described(aten._local_scalar_dense.default, (total,), reader.pairs)
 
-    def _first(self, values: Node, columns: MaskColumns, size: Any) -> Node:
-        described = fake_value(values).new_empty([size])
-        return self.writer.described(aten.slice.Tensor, (values, 0, 0, self._pair_count(columns, size)), described)
+    def _first(self, values: Node, reader: _GatheredMaskReader) -> Node:
+        described = fake_value(values).new_empty([reader.pairs])
+        return self.writer.described(aten.slice.Tensor, (values, 0, 0, self._pair_count(reader)), described)
 
-    def _pair(self, columns: MaskColumns, size: Any) -> Node:
-        return self._first(self._pairs_of(columns).positions, columns, size)
+    def _pair(self, reader: _GatheredMaskReader) -> Node:
+        return self._first(self._pairs_of(reader.columns).positions, reader)
 
-    def _expert(self, columns: MaskColumns, size: Any) -> Node:
-        return self._first(self._pairs_of(columns).experts, columns, size)
+    def _expert(self, reader: _GatheredMaskReader) -> Node:
+        return self._first(self._pairs_of(reader.columns).experts, reader)
 
-    def _token(self, columns: MaskColumns, size: Any) -> Node:
+    def _token(self, reader: _GatheredMaskReader) -> Node:
         k = int(fake_value(self._chosen.ids).shape[1])
-        return self.writer.emit(aten.div.Tensor_mode, self._pair(columns, size), k, rounding_mode="floor")
+        return self.writer.emit(aten.div.Tensor_mode, self._pair(reader), k, rounding_mode="floor")
 
 
 def _signature(node: Node) -> tuple[str, ...]:
