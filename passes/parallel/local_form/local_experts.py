@@ -47,6 +47,8 @@ class LocalForm(BlockWriter):
         # Maps each written copy to its original, and each mask of `left_out` to its masked operand.
         self.copies: dict[Node, Node] = {}
         self.unmasked: dict[Node, Node] = {}
+        # Maps nodes of the block to their values in the local form.
+        self._values: dict[Node, Node] = {}
         # Maps each number of rows that the activation function reads to its replacement.
         self.sizes: dict[Node, int | Node] = {}
         # Maps the inputs of the copies, such as results of the block's GEMMs with their biases, to their replacements.
@@ -167,18 +169,18 @@ class LocalForm(BlockWriter):
             rows = self._cast(rows, *paths)
         self.rows, self.ends = rows, ends
         self._expert_of_row = expert_of_row
-        values = {up.node: self._gemm(number, rows, ends) for number, up in enumerate(ups)}
+        self._values = {up.node: self._gemm(number, rows, ends) for number, up in enumerate(ups)}
         for up in ups:
-            values[up.node] = self._biased(up.node, values)
-        self.starts = dict(values)
-        activations = self._translate(down.activations, values)
-        values[down.node] = self._gemm(len(ups), activations, ends)
-        self.outputs = self._biased(down.node, values)
-        self.end = next(node for node, copy in values.items() if copy is self.outputs)
+            self._values[up.node] = self._biased(up.node)
+        self.starts = dict(self._values)
+        activations = self._translate(down.activations)
+        self._values[down.node] = self._gemm(len(ups), activations, ends)
+        self.outputs = self._biased(down.node)
+        self.end = next(node for node, value in self._values.items() if value is self.outputs)
         if sent_rows is None:
             return self.outputs
         if self.block.travelling:
-            self._weight_outputs(values)
+            self._weight_outputs()
         return self._cast(self.outputs, casts_between(self.block.sink, self.end, self._region))
 
     def _cast(self, value: Node, *paths: Casts) -> Node:
@@ -194,7 +196,7 @@ class LocalForm(BlockWriter):
         self.cast_nodes.update(*(path.nodes for path in paths))
         return value
 
-    def _weight_outputs(self, values: dict[Node, Node]) -> None:
+    def _weight_outputs(self) -> None:
         """Write the weighting of the outputs, if values that travel with the rows weight them before the combine."""
         sent = moved_values(self.block.exchanges[-1].input)
         if len(sent) != 1 or self.end in sent:
@@ -203,7 +205,7 @@ class LocalForm(BlockWriter):
         self.starts[self.end] = self.outputs
         self._raw = self.end
         (self.end,) = sent
-        self.outputs = self._translate(self.end, values)
+        self.outputs = self._translate(self.end)
         self.weighting = self.copied - before
 
     def _gemm(self, number: int, rows: Node, ends: Node) -> Node:
@@ -228,53 +230,54 @@ class LocalForm(BlockWriter):
         args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
         return self.emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
 
-    def _biased(self, gemm: Node, values: dict[Node, Node]) -> Node:
-        """Return the copy of `gemm` plus the bias that the block adds to it, if any, and add the sum to `values`."""
+    def _biased(self, gemm: Node) -> Node:
+        """Return the value of `gemm` in the local form plus the bias that the block adds to it, if any."""
         bias = bias_after(gemm)
         if bias is None or bias.tensor not in self.complete:
-            return values[gemm]
+            return self._values[gemm]
         row_biases = self.emit(aten.index.Tensor, self.complete[bias.tensor], [self._ids_of_rows()])
-        values[bias.sum] = self.emit(aten.add.Tensor, values[gemm], row_biases)
-        return values[bias.sum]
+        self._values[bias.sum] = self.emit(aten.add.Tensor, self._values[gemm], row_biases)
+        return self._values[bias.sum]
 
     def _ids_of_rows(self) -> Node:
         if self.row_ids is None:
             self.row_ids = self._expert_of_row()
         return self.row_ids
 
-    def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
-        """Copy `node`, a value between the GEMMs, to the local form; `values` maps the block's nodes to copies."""
-        for current in sorted(walk([node], lambda current: self._copied_operands(current, values))):
-            if self._replacement(current, values) is None:
+    def _translate(self, node: Node) -> Node:
+        """Copy `node`, a value between the GEMMs, to the local form."""
+        for current in sorted(walk([node], self._copied_operands)):
+            if self._replacement(current) is None:
                 arguments = self._for_any_rows(current)
-                args, kwargs = map_nodes(arguments, lambda used: self._replacement(used, values))
+                args, kwargs = map_nodes(arguments, self._replacement)
+                copy = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
                 self.copied.add(current)
-                values[current] = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
-                self.copies[values[current]] = current
+                self._values[current], self.copies[copy] = copy, current
                 if arguments[0] is current.args:
-                    self.origins[values[current]] = current
-        result = self._replacement(node, values)
+                    self.origins[copy] = current
+        result = self._replacement(node)
         assert isinstance(result, Node)
         return result
 
-    def _replacement(self, node: Node, values: dict[Node, Node]) -> int | Node | None:
+    def _replacement(self, node: Node) -> int | Node | None:
+        """Return what stands for `node` in the local form, or None if it is not written yet."""
         while node in self.unmasked:
             node = self.unmasked[node]
-        return node if node.op == "get_attr" else self.sizes.get(node, values.get(node))
+        return node if node.op == "get_attr" else self.sizes.get(node, self._values.get(node))
 
-    def _copied_operands(self, node: Node, values: dict[Node, Node]) -> Sequence[Node]:
+    def _copied_operands(self, node: Node) -> Sequence[Node]:
         """Return the operands that the copy of `node` reads; none if it is replaced. Raises NotThisForm."""
-        if self._replacement(node, values) is not None:
+        if self._replacement(node) is not None:
             return ()
         start = self._travelled(node) or self._looked_up(node) or self._moved_outputs(node)
         if start is not None:
-            self.starts[node] = values[node] = start
+            self.starts[node] = self._values[node] = start
             return ()
         if isinstance(fake_value(node), torch.SymInt) and (size := self._row_multiple(node)) is not None:
             self.sizes[node] = size
             return ()
         self._check_repeatable(node)
-        source = self._masked_operand(node, values)
+        source = self._masked_operand(node)
         if source is None:
             return nodes_in(self._for_any_rows(node))
         self.left_out.add(node)
@@ -328,12 +331,12 @@ class LocalForm(BlockWriter):
                 "constants"
             )
 
-    def _masked_operand(self, node: Node, values: dict[Node, Node]) -> Node | None:
+    def _masked_operand(self, node: Node) -> Node | None:
         """Return the operand in which `node` masks rows of other ranks' experts, or None if it is no such mask."""
-        if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1], values):
+        if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1]):
             return node.args[0]  # type: ignore[return-value]
-        if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0], values):
-            operands = [value for value in node.args[1:] if self._from_gemms(value, values)]
+        if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0]):
+            operands = [value for value in node.args[1:] if self._from_gemms(value)]
             return operands[0] if len(operands) == 1 else None  # type: ignore[return-value]
         return None
 
@@ -349,14 +352,14 @@ class LocalForm(BlockWriter):
             return node.args, node.kwargs
         return (source, [-1, *map(int, after[1:])]), node.kwargs
 
-    def _is_of_other_ranks(self, condition: object, values: dict[Node, Node]) -> bool:
+    def _is_of_other_ranks(self, condition: object) -> bool:
         """Return whether `condition` may mark rows of other ranks' experts: it reads no rows, and is no constant."""
-        return not self._from_gemms(condition, values) and not _is_constant(condition)
+        return not self._from_gemms(condition) and not _is_constant(condition)
 
-    def _from_gemms(self, node: object, values: dict[Node, Node]) -> bool:
+    def _from_gemms(self, node: object) -> bool:
         starts = (node,) if isinstance(node, Node) else ()
-        before = ancestors(*starts, stop=lambda used: used in values or used not in self._region)
-        return any(used in values for used in before)
+        before = ancestors(*starts, stop=lambda used: used in self._values or used not in self._region)
+        return any(used in self._values for used in before)
 
 
 def _is_constant(node: object) -> bool:

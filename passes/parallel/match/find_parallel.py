@@ -16,7 +16,6 @@ Pseudo-code
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch.fx import Graph, Node
@@ -29,7 +28,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
-from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
+from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.match.match_block import match_block
 from moepass.passes.parallel.match.near_experts import (
@@ -44,10 +43,7 @@ from moepass.passes.parallel.match.token_origin import id_source, origin, router
 
 
 def find_parallel_blocks(
-    graph: Graph,
-    groups: Mapping[str, Group],
-    capture: CaptureNotes = NO_NOTES,
-    unread: Mapping[Node, str] = MappingProxyType({}),
+    graph: Graph, groups: Mapping[str, Group], capture: CaptureNotes, unread: Mapping[Node, str]
 ) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
     """Return the expert-parallel blocks in host order, and refusals for other blocks and exchanges.
 

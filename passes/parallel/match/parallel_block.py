@@ -110,10 +110,8 @@ def looked_up_table(lookup: object) -> Node | None:
         return None
     arguments = named_arguments(lookup)
     table, selects_rows = arguments["self"], [dim for dim, _ in indexed_dimensions(arguments)] == [0]
-    if not selects_rows:
-        return None
     is_parameter = table.op == "placeholder" or is_expert_stack(table)
-    return table if is_parameter or is_computed(table) else None
+    return table if selects_rows and (is_parameter or is_computed(table)) else None
 
 
 def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
