@@ -12,7 +12,6 @@ Each rank proves its own graph, with its own constants, so together they prove t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,9 @@ from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun
 from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
 
 _TOLERANCE = 1e-9
+
+# The tokens of one rank, by role: `hidden` [n, H], `ids` [n, k], `weights` [n, k].
+_Tokens = dict[str, torch.Tensor]
 
 
 def check_run(run: MockRun) -> None:
@@ -100,17 +102,18 @@ def _check_partial_sums(run: MockRun) -> None:
     is_padded = gathered and any(exchange.kind == "all_reduce" for exchange in block.exchanges)
     most = max(1, run.scenario.load) * tokens + 3 if is_padded else tokens
     batches = [
-        _Tokens.draw(run, tokens if rank == own_rank else most, top_k) for rank in range(ranks if gathered else 1)
+        _draw_tokens(run, tokens if rank == own_rank else most, top_k) for rank in range(ranks if gathered else 1)
     ]
     own_tokens = batches[own_rank if gathered else 0]
     combine = block.exchanges[-1]
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         if collective.node is combine.node:
-            partial = _weighted_outputs(run, _Tokens.joined(batches), block.own_experts)
+            of_all_ranks = {role: torch.cat([batch[role] for batch in batches]) for role in own_tokens}
+            partial = _weighted_outputs(run, of_all_ranks, block.own_experts)
             padded = sent.split(most)
             _demand(len(padded) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
-            expected = partial.split([len(batch.hidden) for batch in batches])
+            expected = partial.split([len(batch["hidden"]) for batch in batches])
             sent_rows = torch.cat([shard[: len(rows)] for shard, rows in zip(padded, expected, strict=True)])
             _demand(_equal(sent_rows, partial), "it does not add exactly its own experts' part")
             total = _weighted_outputs(run, own_tokens, range(block.experts))
@@ -123,56 +126,39 @@ def _check_partial_sums(run: MockRun) -> None:
             return _gather(sent, batches, own_rank, most)
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
-    values: Mapping[Node, Any] = {node: own_tokens.of(role) for role, node in block.sources.items()}
+    # Weights that are multiplied between the GEMMs have a role `travels_..`.
+    values: Mapping[Node, Any] = {
+        node: own_tokens["weights" if role.startswith("travels_") else role] for role, node in block.sources.items()
+    }
     result = run.run_block(values, answer)
     _demand(_equal(run.run_local_form(values), result), "its local form gives something else")
 
 
 def _gather(sent: torch.Tensor, batches: Sequence[_Tokens], own_rank: int, most: int) -> torch.Tensor:
     """Return the gathered rows of all ranks. Other ranks have `most` tokens, so only this rank sends padding."""
-    for role in ("hidden", "ids", "weights"):
-        values = getattr(batches[own_rank], role)
+    for role, values in batches[own_rank].items():
         if sent.is_floating_point() == values.is_floating_point() and _equal(sent[: len(values)], values):
             _demand(len(sent) == most, f"it gathers {len(sent)} rows of {role}, where {most} were agreed on")
-            return torch.cat([sent if rank == own_rank else getattr(batch, role) for rank, batch in enumerate(batches)])
+            return torch.cat([sent if rank == own_rank else batch[role] for rank, batch in enumerate(batches)])
     raise ContractBroken("it gathers something that is neither tokens, nor their experts, nor their weights")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tokens:
-    """The tokens of one rank: hidden [n, H], ids [n, k], weights [n, k]."""
-
-    hidden: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-    def of(self, role: str) -> torch.Tensor:
-        """Return the value of the source with `role`; weights used between the GEMMs have a role `travels_..`."""
-        value: torch.Tensor = getattr(self, "weights" if role.startswith("travels_") else role)
-        return value
-
-    @staticmethod
-    def draw(run: MockRun, tokens: int, top_k: int) -> _Tokens:
-        ids = run.scenario.own(run.generator, tokens * top_k, run.block.id_values).view(tokens, top_k).contiguous()
-        return _Tokens(run.random_rows(tokens, run.mock.widths[0][0]), ids, run.random_rows(tokens, top_k))
-
-    @staticmethod
-    def joined(batches: Sequence[_Tokens]) -> _Tokens:
-        return _Tokens(
-            *(torch.cat([getattr(batch, role) for batch in batches]) for role in ("hidden", "ids", "weights"))
-        )
+def _draw_tokens(run: MockRun, tokens: int, top_k: int) -> _Tokens:
+    ids = run.scenario.own(run.generator, tokens * top_k, run.block.id_values).view(tokens, top_k).contiguous()
+    hidden = run.random_rows(tokens, run.mock.widths[0][0])
+    return {"hidden": hidden, "ids": ids, "weights": run.random_rows(tokens, top_k)}
 
 
 def _weighted_outputs(run: MockRun, tokens: _Tokens, experts: range) -> torch.Tensor:
     """Return for each token the sum of the weighted outputs of its chosen experts that are among `experts`."""
-    ids, top_k = tokens.ids.reshape(-1), tokens.ids.shape[1]
+    ids, top_k = tokens["ids"].reshape(-1), tokens["ids"].shape[1]
     (pairs,) = ((ids >= experts.start) & (ids < experts.stop)).nonzero(as_tuple=True)
-    rows, weights = tokens.hidden[pairs // top_k], tokens.weights.reshape(-1)[pairs]
+    rows, weights = tokens["hidden"][pairs // top_k], tokens["weights"].reshape(-1)[pairs]
     if run.block.travelling:
         outputs = run.experts(rows, ids[pairs], [weights])
     else:
         outputs = run.experts(rows, ids[pairs]) * weights.unsqueeze(-1)
-    total = torch.zeros(len(tokens.hidden), outputs.shape[1], dtype=torch.float64)
+    total = torch.zeros(len(tokens["hidden"]), outputs.shape[1], dtype=torch.float64)
     return total.index_add(0, pairs // top_k, outputs)
 
 
