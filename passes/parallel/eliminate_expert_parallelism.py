@@ -128,7 +128,7 @@ def _eliminate(
             weights = _describe_weights(block)
             local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
-    stay = {one.mask for one in masks if one.gather in local.graph.nodes}
+    stay = {mask for gather_of_ids, mask in masks.items() if gather_of_ids in local.graph.nodes}
     local.graph.lint()
     local.recompile()
     plan = dataclasses.replace(

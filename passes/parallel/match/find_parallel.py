@@ -110,11 +110,11 @@ def _second_way_back(
 ) -> set[Node]:
     """Return the AllToAll after `combine` that sends a refused block's results [., width] over a second mesh axis."""
     collective = None if combine is None else collective_of(combine.node)
-    after = None if collective is None else first_communication_after(collective.result, width, most)
-    if collective is None or after is None or after.group_name == collective.group_name:
+    if collective is None:
         return set()
-    arriving_groups = {each.group_name for each in arriving if each.kind == "all_to_all"}
-    return {after.node} if after.group_name in arriving_groups else set()
+    after = first_communication_after(collective.result, width, most)
+    other_groups = {each.group_name for each in arriving if each.kind == "all_to_all"} - {collective.group_name}
+    return {after.node} if after is not None and after.group_name in other_groups else set()
 
 
 def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:

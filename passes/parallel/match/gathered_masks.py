@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.blocks.expert_masks import at_most_chosen, gathered_mask
-from moepass.passes.graph.collectives import WAIT, collective_of, communication_of
+from moepass.passes.graph.collectives import WAIT, Collective, collective_of, communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
@@ -47,29 +47,26 @@ _WHY_NOT_CHOSEN = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class GatheredIds:
-    """The gather of ids that replaces the gather with the name `mask`."""
+def replace_gathered_masks(graph: Graph, skip: Collection[str]) -> tuple[dict[Node, str], dict[Node, str]]:
+    """Replace gathers of masks not named in `skip`.
 
-    mask: str
-    gather: Node
-
-
-def replace_gathered_masks(graph: Graph, skip: Collection[str]) -> tuple[list[GatheredIds], dict[Node, str]]:
-    """Replace gathers of masks not named in `skip`; return the replacements, and reasons for gathers that must stay."""
-    replacements: list[GatheredIds] = []
+    Return the gathers of ids, each with the name of the gather that it replaces, and the gathers of masks that must
+    stay, each with the reason.
+    """
+    replaced: dict[Node, str] = {}
     reasons: dict[Node, str] = {}
     for node in [node for node in graph.nodes if _gathers_any_mask(node) and node.name not in skip]:
-        if gathered_mask(node) is None:
+        mask = gathered_mask(node)
+        if mask is None:
             reasons[node] = _WHY_NOT_CHOSEN.format(named(node.all_input_nodes[0]), named(node))
             continue
-        pairs = _GatheredPairs(node)
+        pairs = _GatheredPairs(mask)
         try:
-            replacements.append(GatheredIds(node.name, pairs.replace()))
+            replaced[pairs.replace()] = node.name
         except NotThisForm as error:
             pairs.writer.erase()
             reasons[node] = str(error)
-    return replacements, reasons
+    return replaced, reasons
 
 
 def _gathers_any_mask(node: Node) -> bool:
@@ -107,13 +104,11 @@ class _MaskedPairs:
 class _GatheredPairs:
     """The replacement of one gathered mask by gathered ids."""
 
-    def __init__(self, node: Node) -> None:
-        mask, self._graph = gathered_mask(node), node.graph
-        assert mask is not None
-        chosen = at_most_chosen(mask.input)
+    def __init__(self, mask: Collective) -> None:
+        chosen, self._graph = at_most_chosen(mask.input), mask.node.graph
         assert chosen is not None
         self._mask, self._chosen = mask, chosen
-        self.writer = GraphWriter(self._graph, node)
+        self.writer = GraphWriter(self._graph, mask.node)
         collectives = map(collective_of, self._graph.nodes)
         gathers = [each for each in collectives if each is not None and each.kind == "all_gather"]
         self._gathers = {gather.result: gather for gather in gathers if fake_value(gather.result).dim() == 2}
