@@ -74,7 +74,11 @@ def match_block(
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     try:
-        return _match_form(match, combine, arriving, groups, capture)
+        if combine.kind == "all_to_all":
+            _check_one_hop(arriving)
+            return match_all_to_all(match, combine, groups, capture)
+        _check_sum(combine, arriving)
+        return match_partial_sums(match, combine, groups[combine.group_name])
     except NotThisForm as error:
         for exchange in arriving:
             if (memory := written_input(exchange)) is not None:
@@ -86,16 +90,8 @@ def match_block(
         raise
 
 
-def _match_form(
-    match: BlockMatch,
-    combine: Collective,
-    arriving: Sequence[Communication],
-    groups: Mapping[str, Group],
-    capture: CaptureNotes,
-) -> ParallelBlock:
-    if combine.kind == "all_to_all":
-        _check_one_hop(arriving)
-        return match_all_to_all(match, combine, groups, capture)
+def _check_sum(combine: Collective, arriving: Sequence[Communication]) -> None:
+    """Raise NotThisForm unless `combine` adds up results, for rows that come by no AllToAll over another group."""
     if combine.kind not in ("all_reduce", "reduce_scatter"):
         raise NotThisForm(
             f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
@@ -109,7 +105,6 @@ def _match_form(
             "experts on one rank each: use a size of 1 for the tensor parallelism of experts, and spread the experts "
             "over those ranks"
         )
-    return match_partial_sums(match, combine, groups[combine.group_name])
 
 
 def _check_one_hop(arriving: Sequence[Communication]) -> None:

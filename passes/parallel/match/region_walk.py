@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import sympy
 import torch
@@ -25,32 +25,16 @@ def walk_back(
     root: Node,
     most: int,
     *,
+    stop_at: frozenset[Node],
     stop_at_inputs_of: Callable[[Collective], bool] = lambda exchange: False,
-    stop_at: frozenset[Node] = frozenset(),
+    followed: frozenset[Node] = frozenset(),
 ) -> tuple[list[Node], list[Collective], set[Node]]:
     """Return the ancestors of `root` and the collectives among them, both in host order, and the leaves of the walk.
 
     Leaves are `stop_at`, graph inputs, constants, inputs of the collectives for which `stop_at_inputs_of` is True (but
-    not their split sizes), and lengths that the graph inputs determine, unless they belong to the block itself. Raises
-    NotThisForm for more than `most` nodes.
+    not their split sizes), and lengths that the graph inputs determine, unless they belong to the block itself or are
+    in `followed`. Raises NotThisForm for more than `most` nodes.
     """
-    followed: set[Node] = set()
-    while True:
-        region, leaves, stops = _walk_once(root, most, stop_at_inputs_of, stop_at, followed)
-        within = {leaf for leaf in leaves if _is_known_length(leaf) and _is_within(leaf, region, stops)}
-        if not within:
-            return region, [exchange for exchange in map(collective_of, region) if exchange is not None], leaves
-        followed |= within
-
-
-def _walk_once(
-    root: Node,
-    most: int,
-    stop_at_inputs_of: Callable[[Collective], bool],
-    stop_at: frozenset[Node],
-    followed: Collection[Node],
-) -> tuple[list[Node], set[Node], set[Node]]:
-    """Return the region, leaves and stops of a walk that passes known lengths only if they are in `followed`."""
     region, leaves, stops, reached = list[Node](), set[Node](), set(stop_at), {root}
     for node in reversed(root.graph.nodes):
         if node not in reached:
@@ -69,7 +53,12 @@ def _walk_once(
         if collective is not None and stop_at_inputs_of(collective):
             stops.add(collective.input if collective.is_float else before_reshape(collective.input))
         reached.update(node.all_input_nodes)
-    return region[::-1], leaves, stops
+    region.reverse()
+    within = {leaf for leaf in leaves if _is_known_length(leaf) and _is_within(leaf, region, stops)}
+    if within:
+        followed |= within
+        return walk_back(root, most, stop_at=stop_at, stop_at_inputs_of=stop_at_inputs_of, followed=followed)
+    return region, [exchange for exchange in map(collective_of, region) if exchange is not None], leaves
 
 
 def _is_within(length: Node, region: list[Node], stops: set[Node]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from moepass.passes.parallel.mock.mock_run import MockRun, repeat_each
+from moepass.passes.parallel.mock.scenarios import Draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +25,7 @@ class SentRows:
     all_counts: torch.Tensor
 
     @staticmethod
-    def draw(
-        run: MockRun,
-        choose: Callable[[torch.Generator, int, int], torch.Tensor],
-        pairs: int,
-        experts: range,
-        capacity: int | None,
-    ) -> SentRows:
+    def draw(run: MockRun, choose: Draw, pairs: int, experts: range, capacity: int | None) -> SentRows:
         """Draw `pairs` rows for experts that `choose` draws, or `capacity` rows for each of `experts`."""
         total = run.block.experts
         counts = torch.zeros(total, dtype=torch.int64)
