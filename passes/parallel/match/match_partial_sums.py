@@ -148,12 +148,10 @@ def _bounds_from_router(ids: Node, group: Group, held: int) -> tuple[int, ...]:
 
 def _unpadded_result(result: Node, tokens: Any) -> Node:
     """Return the result for this rank's tokens, after the slice that removes padding, if any."""
-    if str(fake_value(result).shape[0]) == str(tokens):
-        return result
-    if len(result.users) == 1:
-        (user,) = result.users
-        if is_call(user, aten.slice.Tensor) and str(fake_value(user).shape[0]) == str(tokens):
-            return user
+    slices = [user for user in result.users if len(result.users) == 1 and is_call(user, aten.slice.Tensor)]
+    for node in (result, *slices):
+        if str(fake_value(node).shape[0]) == str(tokens):
+            return node
     raise NotThisForm(
         f"the rows that ReduceScatter gives back, {named(result)}, are {describe_shape(fake_value(result))}; expected "
         "them to be this rank's tokens, or to be cut to their number by a slice"

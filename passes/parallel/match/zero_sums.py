@@ -44,11 +44,10 @@ def _has_zeros_alone(node: Node, is_zero: Callable[[object], bool]) -> bool:
         return is_zero(arguments.get("value", 0))
     if base in ("mul", "div"):
         return is_zero(arguments["self"]) or (base == "mul" and is_zero(arguments["other"]))
-    elements = moved_elements(node)
-    if base in ("add", "sub", "neg", "sum") or has_trait(node, Trait.WRITE_SUM, Trait.CAST):
-        elements = [arguments[name] for name in ("self", "other", "src", "source", "a") if name in arguments]
-    elif base == "copy" or is_accumulating_write(node):
-        elements = [arguments["src"]] if base == "copy" else [arguments["self"], arguments["values"]]
-    elif elements is None and is_view(node):
-        elements = node.all_input_nodes[:1]
-    return bool(elements) and all(map(is_zero, elements))  # type: ignore[arg-type]
+    if base == "copy":
+        return is_zero(arguments["src"])
+    elements = moved_elements(node) or (node.all_input_nodes[:1] if is_view(node) else [])
+    adds = base in ("add", "sub", "neg", "sum") or has_trait(node, Trait.WRITE_SUM, Trait.CAST)
+    if adds or is_accumulating_write(node):
+        elements = [arguments[name] for name in ("self", "other", "src", "source", "values", "a") if name in arguments]
+    return bool(elements) and all(map(is_zero, elements))
