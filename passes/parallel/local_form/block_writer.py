@@ -105,10 +105,6 @@ class BlockWriter(GraphWriter):
             "of the values that the block exchanges"
         )
 
-    def _sorted(self, ids: Node) -> tuple[Node, Node]:
-        both = self.emit(aten.sort.stable, ids, stable=True)
-        return self.getitem(both, 0), self.getitem(both, 1)
-
     def _inverse(self, order: Node) -> Node:
         positions = self.arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
         self.sized.add(positions)

@@ -136,7 +136,8 @@ class LocalForm(BlockWriter):
     def _weighted_sum(self, hidden: Node, ids: Node) -> Node:
         """Write the operations and the order of the sum of `grouped_mm_experts_forward` of transformers."""
         top_k = int(fake_value(ids).shape[1])
-        sorted_ids, order = self._sorted(self.emit(aten.view.default, ids, [-1]))
+        both = self.emit(aten.sort.stable, self.emit(aten.view.default, ids, [-1]), stable=True)
+        sorted_ids, order = self.getitem(both, 0), self.getitem(both, 1)
         token = self.emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
         rows = self.emit(aten.index.Tensor, hidden, [token])
         ends = self._ends(sorted_ids)

@@ -64,9 +64,7 @@ def keeps_features(node: Node, width: int) -> bool:
     mixes = has_trait(node, *_MIXING) or base_operation(node) in ("mean", "pow", "embedding", "rsqrt")
     if node.op != "call_function" or mixes:
         return False
-    if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(
-        _is_row_statistic(used) for used in node.all_input_nodes
-    ):
+    if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(map(_is_row_statistic, node.all_input_nodes)):
         return False  # a norm is outside the block, and the next block has its own collectives
     values = several(fake_value(node))  # a split has several results
     return all(isinstance(item, torch.Tensor) and is_size(_features(item, node), width) for item in values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -85,9 +86,8 @@ def _unpadded(node: Node) -> Node | None:
     return None
 
 
-def _is_padding(node: object) -> bool:
+def _is_padding(node: Any) -> bool:
     """Return whether `node` is new memory, or a view of it."""
-    assert isinstance(node, Node)
     return is_new_memory(walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM)))
 
 

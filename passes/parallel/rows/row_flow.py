@@ -192,17 +192,14 @@ class _Walk(RowRules):
         """Return the layout of a mask that the local form omits."""
         source = self._unmasked[node]
         layout = self._layout(source)
-        condition = node.args[1] if is_call(node, aten.masked_fill.Scalar) else node.args[0]
+        arguments = named_arguments(node)
+        condition = arguments["mask" if is_call(node, aten.masked_fill.Scalar) else "condition"]
         fills = [value for value in node.args if isinstance(value, Node) and value not in (source, condition)]
-        shape = fake_value(condition).shape  # type: ignore[arg-type]
-        by_row = len(shape) in (0, len(layout.dimensions)) and all(
-            is_flat(condition, dim)  # type: ignore[arg-type]
-            for dim in range(1, len(shape))
-        )
+        dims = fake_value(condition).dim()
+        by_row = dims in (0, len(layout.dimensions)) and all(is_flat(condition, dim) for dim in range(1, dims))
         if not by_row or not layout.is_by_row or not fits(layout, fake_value(node)):
             self._refuse(node, "masks something other than whole rows [rows, features]")
         for fill in fills:
-            dims = range(fake_value(fill).dim())
-            if not has_trait(fill, Trait.FILL) and not all(is_flat(fill, dim) for dim in dims):
+            if not has_trait(fill, Trait.FILL) and not all(is_flat(fill, dim) for dim in range(fake_value(fill).dim())):
                 self._refuse(node, "replaces the rows that it masks by more than one number")
         return layout
