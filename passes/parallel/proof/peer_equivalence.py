@@ -12,6 +12,8 @@ Each rank proves its own graph, with its own constants, so together they prove t
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,8 +24,8 @@ from torch.nn import functional as F
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
-from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun
-from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
+from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun, repeat_each
+from moepass.passes.parallel.mock.scenarios import Draw
 
 _TOLERANCE = 1e-9
 
@@ -54,9 +56,9 @@ def _check_exchange(run: MockRun) -> None:
     rows_node, counts_node = block.sources["rows"], block.sources.get("counts")
     pairs = run.mock.shape(rows_node)[0]
     capacity = None if block.form == "all_to_all" else pairs // block.experts
-    own_rows = SentRows.draw(run, run.scenario.own, pairs, range(block.experts), capacity)
+    own_rows = _SentRows.draw(run, run.scenario.own, pairs, range(block.experts), capacity)
     senders = [
-        SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, pairs), block.own_experts, capacity)
+        _SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, pairs), block.own_experts, capacity)
         for peer in range(block.group.ranks)
     ]
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):
@@ -81,16 +83,68 @@ def _check_exchange(run: MockRun) -> None:
                 _demand(receive == [sender.rows for sender in senders], f"it expects rows in parts of {receive}")
                 return torch.cat([sender.values[number] for sender in senders])
         if collective.node is combine.node:
-            expected = expert_outputs(run, senders)
+            expected = _expert_outputs(run, senders)
             _demand(_equal(sent, expected), "it sends back other outputs than its experts' for the rows")
-            return expert_outputs(run, [own_rows])
+            return _expert_outputs(run, [own_rows])
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
     values = dict(zip((rows_node, *block.travelling), own_rows.values, strict=True))
     if counts_node is not None:
         values[counts_node] = own_rows.counts.view(run.mock.shape(counts_node))
     run.run_block(values, answer)
-    _demand(_equal(run.run_local_form(values), expert_outputs(run, [own_rows])), "its local form gives something else")
+    _demand(_equal(run.run_local_form(values), _expert_outputs(run, [own_rows])), "its local form gives something else")
+
+
+@dataclasses.dataclass(frozen=True)
+class _SentRows:
+    """The `values` that a rank sends, rows first, then those that travel with them: one entry per row, by expert.
+
+    `counts` [E] are the numbers of rows. `all_counts` [E] also has those for experts of other ranks, which a rank sends
+    if ranks gather counts.
+    """
+
+    values: tuple[torch.Tensor, ...]
+    counts: torch.Tensor
+    all_counts: torch.Tensor
+
+    @staticmethod
+    def draw(run: MockRun, choose: Draw, pairs: int, experts: range, capacity: int | None) -> _SentRows:
+        """Draw `pairs` rows for experts that `choose` draws, or `capacity` rows for each of `experts`."""
+        total = run.block.experts
+        counts = torch.zeros(total, dtype=torch.int64)
+        if capacity is not None:
+            counts[experts.start : experts.stop] = capacity
+        elif len(experts):
+            counts = torch.bincount(experts.start + choose(run.generator, pairs, len(experts)), minlength=total)
+        all_counts = torch.randint(0, 5, (total,), generator=run.generator)
+        all_counts[experts.start : experts.stop] = counts[experts.start : experts.stop]
+        shapes = [[run.mock.widths[0][0]], *(run.mock.shape(node)[1:] for node in run.block.travelling)]
+        values = tuple(run.random_rows(int(counts.sum()), *shape) for shape in shapes)
+        return _SentRows(values, counts, all_counts)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.values[0])
+
+    def sent_to(self, experts: range, bounds: Sequence[int], rank: int) -> _SentRows:
+        """Return the rows for the `experts` of `rank`."""
+        sizes = self.sizes_by_rank(bounds)
+        counts = torch.zeros_like(self.counts)
+        counts[experts.start : experts.stop] = self.counts[experts.start : experts.stop]
+        return _SentRows(tuple(values.split(sizes)[rank] for values in self.values), counts, self.counts)
+
+    def sizes_by_rank(self, bounds: Sequence[int]) -> list[int]:
+        ends = [0, *self.counts.cumsum(0).tolist()]
+        return [ends[stop] - ends[start] for start, stop in itertools.pairwise(bounds)]
+
+
+def _expert_outputs(run: MockRun, senders: Sequence[_SentRows]) -> torch.Tensor:
+    """Return the output of its expert for each row of `senders`, one sender after the other."""
+    experts = torch.arange(run.block.experts).repeat(len(senders))
+    ids = repeat_each(experts, torch.cat([sender.counts for sender in senders]))
+    rows, *travelling = (torch.cat(values) for values in zip(*(sender.values for sender in senders), strict=True))
+    return run.experts(rows, ids, travelling)
 
 
 def _check_partial_sums(run: MockRun) -> None:
