@@ -63,9 +63,8 @@ class RowFlow:
 def flow_in_block(local: LocalForm) -> RowFlow:
     """Follow the rows through the block's activation function. Raises NotThisForm."""
     nodes = [node for node in local.block.region if node in local.copied or node in local.unmasked]
-    return _Walk(local.starts, local.unmasked, {}, local.sizes).follow(
-        nodes, [local.block.down.activations, *([local.end] if local.weighting else [])]
-    )
+    results = [local.block.down.activations, *([local.end] if local.weighting else [])]
+    return _Walk(local.starts, local.unmasked, {}, local.sizes).follow(nodes, results)
 
 
 def flow_in_local_form(local: LocalForm) -> RowFlow:
@@ -117,8 +116,7 @@ class _Walk(RowRules):
             if node not in self._layouts:
                 self._step(node)
         for result in results:
-            layout = self._layout(result)
-            if not layout.is_by_row:
+            if not self._layout(result).is_by_row:
                 self._refuse(result, "does not give the next GEMM one row for each row")
         for node, (places, readers) in self._made.items():
             if readers == set(node.users):
@@ -138,8 +136,7 @@ class _Walk(RowRules):
             self._constant(node)
             return
         self._layouts[node] = layouts = self.with_rows(node)
-        values = fake_value(node)
-        for layout, value in zip(several(layouts), several(values), strict=True):
+        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
             # One of several values may have an unknown layout, as long as nothing reads it.
             if layout is None and layouts is not None:
                 continue

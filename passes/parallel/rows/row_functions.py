@@ -42,7 +42,7 @@ class RowFunctions:
     masks: Mapping[Node, Node]
     counts: Mapping[Node, Node]
     constants: frozenset[Node]
-    outputs: frozenset[Node] = frozenset()
+    outputs: frozenset[Node]
 
     def replaces(self, node: Node) -> bool:
         """Return whether mock runs replace the value of `node` by one of another shape."""
@@ -65,18 +65,18 @@ def row_functions(local: LocalForm) -> RowFunctions:
     counts: dict[Node, Node] = {}
     constants: set[Node] = set()
     numbers = {node: number for number, node in enumerate(local.block.region)}
-    in_block = ((node, node) for node in local.block.region if node in local.copied)
     of_block, of_local_form = flow_in_block(local), flow_in_local_form(local)
     check_equal_flow(of_block, of_local_form, local.copies)
-    for flow, nodes in ((of_block, in_block), (of_local_form, iter(local.copies.items()))):
-        for node, origin in nodes:
-            operands = tuple(used for used in nodes_in((node.args, node.kwargs)) if flow.has_rows(used))
-            if flow.has_rows(node):
-                calls[node] = (numbers[origin], operands)
-            elif _counts_rows(node, flow):
-                counts[node] = operands[0]
-            else:
-                constants.add(node)
+    nodes = [(node, node, of_block) for node in local.block.region if node in local.copied]
+    nodes += ((copy, node, of_local_form) for copy, node in local.copies.items())
+    for node, origin, flow in nodes:
+        operands = tuple(used for used in nodes_in((node.args, node.kwargs)) if flow.has_rows(used))
+        if flow.has_rows(node):
+            calls[node] = (numbers[origin], operands)
+        elif _counts_rows(node, flow):
+            counts[node] = operands[0]
+        else:
+            constants.add(node)
     # A mask directly on the results of a GEMM is not replaced in mock runs.
     masks: dict[Node, Node] = {}
     for node, source in sorted(local.unmasked.items()):
