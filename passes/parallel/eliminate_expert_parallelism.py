@@ -52,8 +52,7 @@ from moepass.passes.parallel.known_lengths import read_known_lengths, read_whole
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.gathered_masks import replace_gathered_masks
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
+from moepass.passes.parallel.match.parallel_block import TOKENS_KEY, ParallelBlock, routed_tokens
 from moepass.passes.parallel.mock.mock_run import ContractBroken
 from moepass.passes.parallel.proof.prove import check_local_form
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues

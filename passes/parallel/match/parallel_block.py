@@ -1,4 +1,4 @@
-"""Record of an expert-parallel block, and the search for its expert tensors."""
+"""Record of an expert-parallel block, its number of tokens, and the search for its expert tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -14,14 +15,18 @@ from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective
+from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.protocol import Group
 from moepass.passes.ops.arguments import indexed_dimensions, named_arguments
 from moepass.passes.ops.walk import ancestors
-from moepass.passes.parallel.match.near_experts import is_size
+from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
 aten = torch.ops.aten
+
+# Meta key of the gather of a rewritten block: its number of tokens, or None if that is unknown.
+TOKENS_KEY = "moepass_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +88,21 @@ class ParallelBlock:
     @property
     def down(self) -> ExpertGemm:
         return self.gemms[-1]
+
+
+def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
+    """Return the number of this rank's tokens that the block routes, as a size of the graph, or None if unknown."""
+    if "ids" in block.sources:
+        return size_expression(fake_value(block.sources["ids"]).shape[0])
+    for node in ancestors(block.sources.get("counts", block.sources["rows"]), most=MOST_NODES):
+        if is_call(node, aten.topk.default):
+            *leading, top_k = (size_expression(size) for size in fake_value(node)[0].shape)
+            tokens = sympy.Mul(*leading)
+            rows = size_expression(fake_value(block.sources["rows"]).shape[0])
+            # With a fixed capacity, rows are slots: some may be empty, and some tokens may be dropped.
+            is_plausible = block.form == "all_to_all_slots" or sympy.expand(rows - tokens * top_k) == 0
+            return tokens if is_plausible else None
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

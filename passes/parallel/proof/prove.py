@@ -55,12 +55,12 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
 
 
 def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
-    ranges = _ranges(mock, data)
+    ranges = ValueRanges(mock.block, data, mock.local.copied)
     failure: NotThisForm | ContractBroken | None = None
     try:
         for copy in small_copies(mock, data, check_run, MOST_PROOF_BYTES):
             try:
-                return _prove(copy.mock, _ranges(copy.mock, copy.data))
+                return _prove(copy.mock, ValueRanges(copy.mock.block, copy.data, copy.mock.local.copied))
             except (NotThisForm, ContractBroken) as error:
                 failure = failure or error
     except NoSmallCopy as error:
@@ -75,10 +75,6 @@ def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
         raise failure or error from None
     assert failure is not None, "small copies are tried, or there is a reason"
     raise failure
-
-
-def _ranges(mock: MockBlock, data: set[Node]) -> ValueRanges:
-    return ValueRanges(mock.block, data, mock.local.copied)
 
 
 def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
