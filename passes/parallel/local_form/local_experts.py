@@ -212,9 +212,9 @@ class LocalForm(BlockWriter):
     def _gemm(self, number: int, rows: Node, ends: Node) -> Node:
         gemm = self.block.gemms[number].node
         # Both operators take rows, weights and offsets in this order; the other arguments are unchanged.
-        _, (_, weight), _, *others = all_arguments(gemm).items()
-        extra = {name: value for name, value in others if value is not None}
-        node = self.emit(gemm.target, rows, self._weight(weight), ends, **extra)  # type: ignore[arg-type]
+        arguments = list(all_arguments(gemm).items())
+        extra = {name: value for name, value in arguments[3:] if value is not None}
+        node = self.emit(gemm.target, rows, self._weight(arguments[1][1]), ends, **extra)  # type: ignore[arg-type]
         self.gemms[node] = number
         return node
 
