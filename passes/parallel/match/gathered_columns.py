@@ -98,6 +98,5 @@ def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collecti
         return None
     columns: MaskColumns | None = MaskColumns.all_of(node)
     for step in reversed(steps):
-        if (columns := columns.through(step)) is None:
-            return None
-    return gathers[node], columns
+        columns = None if columns is None else columns.through(step)
+    return None if columns is None else (gathers[node], columns)

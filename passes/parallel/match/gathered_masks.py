@@ -199,7 +199,7 @@ class _GatheredPairs:
         if is_call(node, aten.index.Tensor) and columns.order is not Order.BY_TOKEN:
             is_mask = arguments["indices"] == [reader.value] and fake_value(reader.value).dtype is torch.bool
         source = arguments.get("self")
-        if not is_mask or source is reader.value:
+        if not is_mask or not isinstance(source, Node) or source is reader.value:
             raise self._unknown(node)
         if _is_arange_along(source, 1, columns):
             return self._token(reader)
