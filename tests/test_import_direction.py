@@ -345,7 +345,7 @@ def test_violations_reports_imports_that_point_up(folder: str, room: str, source
     ("folder", "room", "source"),
     [
         ("passes", "ir", "from moepass.models.errors import MoepassError"),
-        ("passes", "parallel", "from moepass.passes.parallel.match import routed_tokens"),
+        ("passes", "parallel", "from moepass.passes.parallel.match import parallel_block"),
         ("runtime", "homes/disk", "from moepass.runtime.homes import peers\nimport threading"),
         ("runtime", "ranks", "from moepass.runtime.torch_private import compiled_code"),
         ("moepass", "cli", "from moepass.runtime.offload.offload import offload_experts"),

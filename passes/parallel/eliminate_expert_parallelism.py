@@ -52,8 +52,7 @@ from moepass.passes.parallel.known_lengths import read_known_lengths, read_whole
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.gathered_masks import replace_gathered_masks
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
+from moepass.passes.parallel.match.parallel_block import TOKENS_KEY, ParallelBlock, routed_tokens
 from moepass.passes.parallel.mock.mock_run import ContractBroken
 from moepass.passes.parallel.proof.prove import check_local_form
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
@@ -129,7 +128,7 @@ def _eliminate(
             weights = ", ".join(f"{dtype_name(value.dtype)} {[block.experts, *value.shape[1:]]}" for value in values)
             local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
-    stay = {ids.mask for ids in masks if ids.gather in local.graph.nodes}
+    stay = {mask for gather_of_ids, mask in masks.items() if gather_of_ids in local.graph.nodes}
     local.graph.lint()
     local.recompile()
     plan = dataclasses.replace(

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
-from moepass.passes.graph.nodes import fake_value, positions
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
 
 aten = torch.ops.aten
@@ -21,11 +21,10 @@ def flatten_exchanged_slots(graph: Graph, ranks: int) -> None:
     """Let every AllToAll of slots near expert GEMMs exchange rows. `ranks` is the size of the largest group."""
     if not any(map(_exchanges_slots, graph.nodes)):
         return
-    position = positions(graph)
     near: dict[Node, None] = {}
     for match in find_blocks(graph, may_compute=True).matches:
         first, down = match.gemms[0], match.gemms[-1]
-        after = first_communication_after(down.node, down.outer, position, most_nodes(ranks))
+        after = first_communication_after(down.node, down.outer, most_nodes(ranks))
         arriving = communications_before(first.activations)
         near |= dict.fromkeys(call.node for call in (*arriving, after) if call is not None)
     for node in filter(_exchanges_slots, near):

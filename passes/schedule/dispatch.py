@@ -19,7 +19,7 @@ from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.plan import Dispatch, Plan, Refusal
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import gather
-from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY
+from moepass.passes.parallel.match.parallel_block import TOKENS_KEY
 from moepass.passes.planner.all_to_all_crossover import CrossoverEstimate
 
 GATHERED, EXCHANGED = "gathered", "exchanged"

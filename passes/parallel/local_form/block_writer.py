@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -67,11 +66,10 @@ class BlockWriter(GraphWriter):
         """
         if not isinstance(size, torch.SymInt):
             return size
-        before = itertools.takewhile(lambda node: node is not self.block.sink, self.graph.nodes)
-        nodes: dict[str, Node] = {}
-        for node in before:
-            if isinstance(value := fake_value(node), torch.SymInt):
-                nodes.setdefault(str(value.node.expr), node)
+        before = (node for node in self.graph.nodes if node < self.block.sink)
+        sizes = filter(lambda node: isinstance(fake_value(node), torch.SymInt), before)
+        # The first node with each size.
+        nodes = {str(size_expression(node)): node for node in reversed([*sizes])}
         # A multiple of the number of tokens shares the computation of that number.
         tokens = size_expression(fake_value(self.block.sink).shape[0])
         times = ratio(size.node.expr, tokens)
@@ -104,10 +102,6 @@ class BlockWriter(GraphWriter):
             f"{_SIZE} depends on data, as after a mask, nonzero or .item(); expected sizes of the graph's inputs, and "
             "of the values that the block exchanges"
         )
-
-    def _sorted(self, ids: Node) -> tuple[Node, Node]:
-        both = self.emit(aten.sort.stable, ids, stable=True)
-        return self.emit(operator.getitem, both, 0), self.emit(operator.getitem, both, 1)
 
     def _inverse(self, order: Node) -> Node:
         positions = self.arange(self._size(fake_value(order).shape[0]), fake_value(order).device)

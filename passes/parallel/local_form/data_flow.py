@@ -62,8 +62,9 @@ def _moves_or_adds(node: Node) -> bool:
 
 def _check_readers(block: ParallelBlock, local: LocalForm, gemms: set[Node]) -> None:
     """Raise NotThisForm if anything but the next GEMMs reads a value inside the activation function."""
-    region, inner = set(block.region), local.copied | local.left_out
+    inner = local.copied | local.left_out
+    others = set(block.region) - inner - gemms
     for node in inner - {local.end}:
         for user in node.users:
-            if user in region and user not in inner and user not in gemms and not has_trait(user, Trait.SIZES_ONLY):
+            if user in others and not has_trait(user, Trait.SIZES_ONLY):
                 raise NotThisForm(f"{user.name} ({user.target}) reads what its activation function computes")

@@ -19,15 +19,15 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, is_float, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import is_view
-from moepass.passes.ops.walk import ancestors
+from moepass.passes.ops.walk import ancestors, walk
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
-from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
-from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
+from moepass.passes.parallel.local_form.row_moves import Casts, casts_between, changes_type, exchanged_by, moved_values
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
 from moepass.passes.rows.row_layout import ratio
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 class LocalForm(BlockWriter):
@@ -47,6 +47,8 @@ class LocalForm(BlockWriter):
         # Maps each written copy to its original, and each mask of `left_out` to its masked operand.
         self.copies: dict[Node, Node] = {}
         self.unmasked: dict[Node, Node] = {}
+        # Maps nodes of the block to their values in the local form.
+        self._values: dict[Node, Node] = {}
         # Maps each number of rows that the activation function reads to its replacement.
         self.sizes: dict[Node, int | Node] = {}
         # Maps the inputs of the copies, such as results of the block's GEMMs with their biases, to their replacements.
@@ -69,7 +71,13 @@ class LocalForm(BlockWriter):
 
     def write(self) -> Node:
         """Write the local form, and return the replacement of the block's sink. Raises NotThisForm."""
-        result = self._write()
+        sources = self.block.sources
+        if self.block.form == "all_to_all":
+            result = self._rows_by_counts(sources["rows"], sources["counts"])
+        elif self.block.form == "all_to_all_slots":
+            result = self._all_slots(sources["rows"])
+        else:
+            result = self._weighted_sum(sources["hidden"], sources["ids"])
         checked = {*self.copied, *self.left_out, *self.cast_nodes, *self.starts, self.end}
         dtype = fake_value(self.block.sink).dtype
         for node in self.block.region:
@@ -82,26 +90,16 @@ class LocalForm(BlockWriter):
                 )
         return result
 
-    def _write(self) -> Node:
-        sources = self.block.sources
-        if self.block.form == "all_to_all":
-            return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
-        if self.block.form == "all_to_all_slots":
-            return self._all_slots(sources["rows"])
-        return self._weighted_sum(sources["hidden"], sources["ids"])
-
-    def _flat(self, counts: Node) -> Node:
-        return counts if fake_value(counts).dim() == 1 else self.emit(aten.view.default, counts, [-1])
-
     def _rows_by_counts(self, rows: Node, counts: Node) -> Node:
         """Write the experts on the rows as sent by the AllToAll: sorted by expert, `counts` rows of each."""
-        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
-        return self._experts(rows, ends, lambda: self._expert_of_each_row(rows, counts))
+        flat = counts if fake_value(counts).dim() == 1 else self.emit(aten.view.default, counts, [-1])
 
-    def _expert_of_each_row(self, rows: Node, counts: Node) -> Node:
-        every = self.arange(self.block.experts, fake_value(rows).device)
-        chosen = self.emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
-        return self.emit(aten.index.Tensor, every, [chosen])
+        def expert_of_row() -> Node:
+            every = self.arange(self.block.experts, fake_value(rows).device)
+            chosen = self.emit(aten.repeat_interleave.Tensor, flat, output_size=self._size(fake_value(rows).shape[0]))
+            return self.emit(aten.index.Tensor, every, [chosen])
+
+        return self._experts(rows, self.emit(aten.cumsum.default, flat, 0, dtype=torch.int32), expert_of_row)
 
     def _ends(self, sorted_ids: Node) -> Node:
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
@@ -120,12 +118,13 @@ class LocalForm(BlockWriter):
         each = total // experts if isinstance(total, int) else self.emit(operator.floordiv, total, experts)
         counts = self.emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
         # Cast separately: for the cumsum of a constant, Inductor ignores `dtype` and keeps that of the constant.
-        ends = self.emit(prims.convert_element_type.default, self.emit(aten.cumsum.default, counts, 0), torch.int32)
-        return self._experts(slots, ends, lambda: self._expert_of_each_slot(slots, each))
+        ends = self.cast(self.emit(aten.cumsum.default, counts, 0), torch.int32)
 
-    def _expert_of_each_slot(self, slots: Node, each: Any) -> Node:
-        every = self.emit(aten.unsqueeze.default, self.arange(self.block.experts, fake_value(slots).device), -1)
-        return self.emit(aten.reshape.default, self.emit(aten.expand.default, every, [self.block.experts, each]), [-1])
+        def expert_of_slot() -> Node:
+            every = self.emit(aten.unsqueeze.default, self.arange(experts, device), -1)
+            return self.emit(aten.reshape.default, self.emit(aten.expand.default, every, [experts, each]), [-1])
+
+        return self._experts(slots, ends, expert_of_slot)
 
     def _zero_unused(self, sorted_ids: Node, outputs: Node) -> Node:
         """Return the outputs with zeros for the rows of dropped pairs."""
@@ -137,7 +136,8 @@ class LocalForm(BlockWriter):
     def _weighted_sum(self, hidden: Node, ids: Node) -> Node:
         """Write the operations and the order of the sum of `grouped_mm_experts_forward` of transformers."""
         top_k = int(fake_value(ids).shape[1])
-        sorted_ids, order = self._sorted(self.emit(aten.view.default, ids, [-1]))
+        both = self.emit(aten.sort.stable, self.emit(aten.view.default, ids, [-1]), stable=True)
+        sorted_ids, order = self.getitem(both, 0), self.getitem(both, 1)
         token = self.emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
         rows = self.emit(aten.index.Tensor, hidden, [token])
         ends = self._ends(sorted_ids)
@@ -156,46 +156,35 @@ class LocalForm(BlockWriter):
         unsorted = self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
         tokens = self._size(fake_value(hidden).shape[0])
         by_token = self.emit(aten.view.default, unsorted, [tokens, top_k, self.block.down.outer])
-        total = self.emit(aten.sum.dim_IntList, by_token, [1])
-        dtype = fake_value(self.block.sink).dtype
-        if fake_value(total).dtype == dtype:
-            return total
-        return self.emit(prims.convert_element_type.default, total, dtype)
+        return self.cast(self.emit(aten.sum.dim_IntList, by_token, [1]), fake_value(self.block.sink).dtype)
 
     def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
         """Write the block's experts, with activation function and biases, on rows sorted by expert."""
         *ups, down = self.block.gemms
-        rows = self._cast_inputs(rows)
+        sent_rows = self.block.sources.get("rows")
+        if sent_rows is not None:
+            paths = [casts_between(up.activations, sent_rows, self._region) for up in ups]
+            if len({casts.types for casts in paths}) != 1:
+                readers = " and ".join(named(up.node) for up in ups)
+                raise NotThisForm(f"{readers} read rows that are cast in different ways")
+            rows = self._cast(rows, *paths)
         self.rows, self.ends = rows, ends
         self._expert_of_row = expert_of_row
-        values = {up.node: self._gemm(number, rows, ends) for number, up in enumerate(ups)}
+        self._values = {up.node: self._gemm(number, rows, ends) for number, up in enumerate(ups)}
         for up in ups:
-            values[up.node] = self._biased(up.node, values[up.node], values)
-        self.starts = dict(values)
-        activations = self._translate(down.activations, values)
-        values[down.node] = result = self._gemm(len(ups), activations, ends)
-        self.outputs = self._biased(down.node, result, values)
-        bias = bias_after(down.node)
-        self.end = down.node if bias is None or bias.sum not in values else bias.sum
-        if self.block.travelling and "rows" in self.block.sources:
-            self._weight_outputs(values)
-        return self._cast_outputs(self.outputs)
+            self._values[up.node] = self._biased(up.node)
+        self.starts = dict(self._values)
+        activations = self._translate(down.activations)
+        self._values[down.node] = self._gemm(len(ups), activations, ends)
+        self.outputs = self._biased(down.node)
+        self.end = next(node for node, value in self._values.items() if value is self.outputs)
+        if sent_rows is None:
+            return self.outputs
+        if self.block.travelling:
+            self._weight_outputs()
+        return self._cast(self.outputs, casts_between(self.block.sink, self.end, self._region))
 
-    def _cast_inputs(self, rows: Node) -> Node:
-        if "rows" not in self.block.sources:
-            return rows
-        *ups, _ = self.block.gemms
-        paths = [self._casts_between(up.activations, self.block.sources["rows"]) for up in ups]
-        if len({casts.types for casts in paths}) != 1:
-            raise NotThisForm(f"{' and '.join(named(up.node) for up in ups)} read rows that are cast in different ways")
-        return self._cast(rows, paths)
-
-    def _cast_outputs(self, outputs: Node) -> Node:
-        if "rows" not in self.block.sources:
-            return outputs
-        return self._cast(outputs, [self._casts_between(self.block.sink, self.end)])
-
-    def _cast(self, value: Node, paths: Sequence[Casts]) -> Node:
+    def _cast(self, value: Node, *paths: Casts) -> Node:
         """Return `value` after the casts of `paths`, which have equal dtypes."""
         if not paths[0].types:
             return value
@@ -203,15 +192,12 @@ class LocalForm(BlockWriter):
         if fake_value(value).dtype != first:
             raise NotThisForm(f"its local form would have {fake_value(value).dtype} where the block has {first}")
         for dtype in later:
-            value = self.emit(prims.convert_element_type.default, value, dtype)
+            value = self.cast(value, dtype)
         self.types.append(paths[0].types)
         self.cast_nodes.update(*(path.nodes for path in paths))
         return value
 
-    def _casts_between(self, end: Node, start: Node) -> Casts:
-        return casts_between(end, {start}, self._region)
-
-    def _weight_outputs(self, values: dict[Node, Node]) -> None:
+    def _weight_outputs(self) -> None:
         """Write the weighting of the outputs, if values that travel with the rows weight them before the combine."""
         sent = moved_values(self.block.exchanges[-1].input)
         if len(sent) != 1 or self.end in sent:
@@ -220,106 +206,94 @@ class LocalForm(BlockWriter):
         self.starts[self.end] = self.outputs
         self._raw = self.end
         (self.end,) = sent
-        self.outputs = self._translate(self.end, values)
+        self.outputs = self._translate(self.end)
         self.weighting = self.copied - before
 
     def _gemm(self, number: int, rows: Node, ends: Node) -> Node:
-        gemm = self.block.gemms[number]
-        names = [argument.name for argument in gemm.node.target._schema.arguments]  # type: ignore[union-attr]
-        arguments = {**dict(zip(names, gemm.node.args, strict=False)), **gemm.node.kwargs}
-        weight = self._weight(next(value for name, value in arguments.items() if name in ("mat2", "weight")))
+        gemm = self.block.gemms[number].node
         # Both operators take rows, weights and offsets in this order; the other arguments are unchanged.
-        extra = {name: value for name, value in arguments.items() if name not in names[:3] and value is not None}
-        node = self.emit(gemm.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
+        arguments = list(all_arguments(gemm).items())
+        extra = {name: value for name, value in arguments[3:] if value is not None}
+        node = self.emit(gemm.target, rows, self._weight(arguments[1][1]), ends, **extra)  # type: ignore[arg-type]
         self.gemms[node] = number
         return node
 
-    def _weight(self, operand: Any) -> Node:
+    def _weight(self, operand: Node) -> Node:
         """Return the weight operand of a GEMM for all experts: the same views of the complete tensor."""
         if operand in self.complete:
             return self.complete[operand]
-        if not isinstance(operand, Node) or not is_view(operand) or len(operand.all_input_nodes) != 1:
+        if not is_view(operand) or len(operand.all_input_nodes) != 1:
             raise NotThisForm(
-                f"its expert weights are computed in the graph by "
-                f"{named(operand) if isinstance(operand, Node) else operand}; keep parameters in the type in which the "
-                "GEMMs read them"
+                f"its expert weights are computed in the graph by {named(operand)}; keep parameters in the type in "
+                "which the GEMMs read them"
             )
         source = self._weight(operand.all_input_nodes[0])
         args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
         return self.emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
 
-    def _biased(self, gemm: Node, value: Node, values: dict[Node, Node]) -> Node:
-        """Return `value` plus the bias that the block adds right after `gemm`, if any, and add the sum to `values`."""
+    def _biased(self, gemm: Node) -> Node:
+        """Return the value of `gemm` in the local form plus the bias that the block adds to it, if any."""
         bias = bias_after(gemm)
         if bias is None or bias.tensor not in self.complete:
-            return value
+            return self._values[gemm]
         row_biases = self.emit(aten.index.Tensor, self.complete[bias.tensor], [self._ids_of_rows()])
-        values[bias.sum] = self.emit(aten.add.Tensor, value, row_biases)
-        return values[bias.sum]
+        self._values[bias.sum] = self.emit(aten.add.Tensor, self._values[gemm], row_biases)
+        return self._values[bias.sum]
 
     def _ids_of_rows(self) -> Node:
         if self.row_ids is None:
             self.row_ids = self._expert_of_row()
         return self.row_ids
 
-    def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
-        """Copy `node`, a value between the GEMMs, to the local form; `values` maps the block's nodes to copies."""
-        # Maps each visited node to the operand that replaces it if it only masks that operand, or else to None.
-        unmasked: dict[Node, Node | None] = {}
-
-        def replacement(used: Node) -> Any:
-            while (source := unmasked.get(used)) is not None:
-                used = source
-            return used if used.op == "get_attr" else self.sizes.get(used, values.get(used))
-
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            if replacement(current) is not None:
-                pending.pop()
-                continue
-            start = self._travelled(current) or self._looked_up(current) or self._moved_outputs(current)
-            if start is not None:
-                self.starts[current] = values[current] = start
-                continue
-            if isinstance(fake_value(current), torch.SymInt) and (size := self._row_multiple(current)) is not None:
-                self.sizes[current] = size
-                continue
-            self._check_repeatable(current)
-            if current not in unmasked:
-                unmasked[current] = self._masked_operand(current, values)
-            source = unmasked[current]
-            arguments = self._for_any_rows(current)
-            missing = [used for used in nodes_in(arguments) if replacement(used) is None]
-            if source is not None:
-                self.left_out.add(current)
-                self.unmasked[current] = source
-                pending.append(source)
-            elif missing:
-                pending.extend(reversed(missing))
-            else:
-                args, kwargs = map_nodes(arguments, replacement)
+    def _translate(self, node: Node) -> Node:
+        """Copy `node`, a value between the GEMMs, to the local form."""
+        for current in sorted(walk([node], self._copied_operands)):
+            if self._replacement(current) is None:
+                arguments = self._for_any_rows(current)
+                args, kwargs = map_nodes(arguments, self._replacement)
+                copy = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
                 self.copied.add(current)
-                values[current] = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
-                self.copies[values[current]] = current
+                self._values[current], self.copies[copy] = copy, current
                 if arguments[0] is current.args:
-                    self.origins[values[current]] = current
-        result = replacement(node)
+                    self.origins[copy] = current
+        result = self._replacement(node)
         assert isinstance(result, Node)
         return result
 
+    def _replacement(self, node: Node) -> int | Node | None:
+        """Return what stands for `node` in the local form, or None if it is not written yet."""
+        while node in self.unmasked:
+            node = self.unmasked[node]
+        return node if node.op == "get_attr" else self.sizes.get(node, self._values.get(node))
+
+    def _copied_operands(self, node: Node) -> Sequence[Node]:
+        """Return the operands that the copy of `node` reads; none if it is replaced. Raises NotThisForm."""
+        if self._replacement(node) is not None:
+            return ()
+        start = self._travelled(node) or self._looked_up(node) or self._moved_outputs(node)
+        if start is not None:
+            self.starts[node] = self._values[node] = start
+            return ()
+        if isinstance(fake_value(node), torch.SymInt) and (size := self._row_multiple(node)) is not None:
+            self.sizes[node] = size
+            return ()
+        self._check_repeatable(node)
+        source = self._masked_operand(node)
+        if source is None:
+            return nodes_in(self._for_any_rows(node))
+        self.left_out.add(node)
+        self.unmasked[node] = source
+        return (source,)
+
     def _travelled(self, node: Node) -> Node | None:
         """Return the replacement of a value that travelled with the rows, in any order, or None."""
-        if not is_float(node):
-            return None
-        value = fake_value(node)
-        exchange = exchanged_by(node) if self.block.travelling else None
+        exchange = exchanged_by(node) if self.block.travelling and is_float(node) else None
         if exchange is None or exchange.input not in self.block.travelling:
             return None
-        local = self.travelling[self.block.travelling.index(exchange.input)]
+        value, local = fake_value(node), self.travelling[self.block.travelling.index(exchange.input)]
         if value.shape[1:] != fake_value(local).shape[1:]:
             return None
-        local = self._cast(local, [self._casts_between(node, exchange.input)])
+        local = self._cast(local, casts_between(node, exchange.input, self._region))
         return local if value.dtype == fake_value(local).dtype else None
 
     def _looked_up(self, node: Node) -> Node | None:
@@ -341,14 +315,12 @@ class LocalForm(BlockWriter):
         times = ratio(size, size_expression(fake_value(self.block.down.node).shape[0]))
         if times is None or not times.is_Integer:
             return None
-        rows = self._size(fake_value(self.rows).shape[0])
-        if times == 1 or isinstance(rows, int):
-            return rows * int(times) if isinstance(rows, int) else rows
-        return self.emit(operator.mul, rows, int(times))
+        return self.product(self._size(fake_value(self.rows).shape[0]), int(times))  # type: ignore[no-any-return]
 
     def _check_repeatable(self, node: Node) -> None:
         """Raise NotThisForm for a node outside the activation function."""
-        if isinstance(fake_value(node), torch.SymInt) and not _is_of_sizes(node):
+        is_of_sizes = node.op == "call_function" and not is_call(node, aten._local_scalar_dense.default)
+        if isinstance(fake_value(node), torch.SymInt) and not is_of_sizes:
             raise NotThisForm(
                 f"what lies between its GEMMs reads a size, {named(node)}, that is not a multiple of the number of its "
                 "experts' rows; expected constants, and sizes of the results of the GEMMs"
@@ -360,12 +332,12 @@ class LocalForm(BlockWriter):
                 "constants"
             )
 
-    def _masked_operand(self, node: Node, values: dict[Node, Node]) -> Node | None:
+    def _masked_operand(self, node: Node) -> Node | None:
         """Return the operand in which `node` masks rows of other ranks' experts, or None if it is no such mask."""
-        if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1], values):
+        if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1]):
             return node.args[0]  # type: ignore[return-value]
-        if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0], values):
-            operands = [value for value in node.args[1:] if self._from_gemms(value, values)]
+        if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0]):
+            operands = [value for value in node.args[1:] if self._from_gemms(value)]
             return operands[0] if len(operands) == 1 else None  # type: ignore[return-value]
         return None
 
@@ -381,23 +353,17 @@ class LocalForm(BlockWriter):
             return node.args, node.kwargs
         return (source, [-1, *map(int, after[1:])]), node.kwargs
 
-    def _is_of_other_ranks(self, condition: object, values: dict[Node, Node]) -> bool:
+    def _is_of_other_ranks(self, condition: object) -> bool:
         """Return whether `condition` may mark rows of other ranks' experts: it reads no rows, and is no constant."""
-        return not self._from_gemms(condition, values) and not _is_constant(condition)
+        return not self._from_gemms(condition) and not _is_constant(condition)
 
-    def _from_gemms(self, node: object, values: dict[Node, Node]) -> bool:
-        if not isinstance(node, Node):
-            return False
-        before = ancestors(node, stop=lambda used: used in values or used not in self._region)
-        return any(used in values for used in before)
+    def _from_gemms(self, node: object) -> bool:
+        starts = (node,) if isinstance(node, Node) else ()
+        before = ancestors(*starts, stop=lambda used: used in self._values or used not in self._region)
+        return any(used in self._values for used in before)
 
 
 def _is_constant(node: object) -> bool:
     """Return whether `node` is computed from constants alone, whose sizes are constants too."""
     before = ancestors(node) if isinstance(node, Node) else ()
     return all(used.op == "get_attr" or (used.op == "call_function" and collective_of(used) is None) for used in before)
-
-
-def _is_of_sizes(node: Node) -> bool:
-    """Return whether `node` computes a size from other sizes or from a shape, and not from the elements of a tensor."""
-    return node.op == "call_function" and not is_call(node, aten._local_scalar_dense.default)

@@ -15,9 +15,7 @@ Pseudo-code
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch.fx import Graph, Node
@@ -25,12 +23,12 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.detect import BlockMatch, find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of, communications_of
-from moepass.passes.graph.nodes import fake_value, is_call, is_float, positions
+from moepass.passes.graph.nodes import fake_value, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
-from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
+from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.match.match_block import match_block
 from moepass.passes.parallel.match.near_experts import (
@@ -41,16 +39,11 @@ from moepass.passes.parallel.match.near_experts import (
 )
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, check_bounds
 from moepass.passes.parallel.match.stray_exchanges import stray_exchanges
-from moepass.passes.parallel.match.token_origin import id_source, origin, sort_key
-
-aten = torch.ops.aten
+from moepass.passes.parallel.match.token_origin import id_source, origin, router_scores, sort_key
 
 
 def find_parallel_blocks(
-    graph: Graph,
-    groups: Mapping[str, Group],
-    capture: CaptureNotes = NO_NOTES,
-    unread: Mapping[Node, str] = MappingProxyType({}),
+    graph: Graph, groups: Mapping[str, Group], capture: CaptureNotes, unread: Mapping[Node, str]
 ) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
     """Return the expert-parallel blocks in host order, and refusals for other blocks and exchanges.
 
@@ -58,7 +51,6 @@ def find_parallel_blocks(
     """
     if not any(True for _ in communications_of(graph)):
         return (), ()
-    order = positions(graph)
     most = most_nodes(max((group.ranks for group in groups.values()), default=1))
     blocks: list[ParallelBlock] = []
     refusals: list[Refusal] = []
@@ -66,24 +58,25 @@ def find_parallel_blocks(
     detection = find_blocks(graph, may_compute=True)
     for match in detection.matches:
         first, down = match.gemms[0], match.gemms[-1]
-        combine = first_communication_after(down.node, down.outer, order, most)
+        combine = first_communication_after(down.node, down.outer, most)
         arriving = communications_before(first.activations, first.key)
         near = [*arriving, *([combine] if combine is not None else [])]
         claimed |= {each.node for each in near}
-        if not near or (_holds_all_experts(match) and not any(_is_for_experts(each) for each in near)):
+        is_for_experts = any(each.is_exchange or collective_of(each.node) is None for each in near)
+        if not near or (_holds_all_experts(match) and not is_for_experts):
             continue
         group = _known_group(near, groups)
         try:
-            block = match_block(match, combine, arriving, groups, order, capture)
+            block = match_block(match, combine, arriving, groups, capture)
             group = ""  # check_bounds fails on all ranks alike, so the refusal concerns no group
             check_bounds(block.bounds)
             blocks.append(block)
             claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
-            claimed |= _second_way_back(combine, arriving, down.outer, order, most)
+            claimed |= _second_way_back(combine, arriving, down.outer, most)
             reason = next((unread[each.node] for each in near if each.node in unread), str(error))
             refusals.append(refusal_of(graph, reason, near[-1].node, match.record.name, group))
-    refusals += _of_refused_gemms(graph, detection.refusals, order, groups, claimed)
+    refusals += _of_refused_gemms(graph, detection.refusals, groups, claimed)
     claimed |= _counts_of(claimed)
     refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
     return tuple(blocks), tuple(refusals)
@@ -92,41 +85,36 @@ def find_parallel_blocks(
 def _holds_all_experts(match: BlockMatch) -> bool:
     """Return whether this rank holds all experts of the router; collectives near it then serve other parallelism."""
     try:
-        ids = origin(sort_key(match), id_source, gathered=False)
+        scores = router_scores(origin(sort_key(match), id_source, gathered=False))
     except NotThisForm:
         return False
-    scores = ids.args[0] if is_call(ids, operator.getitem) else None
-    if not isinstance(scores, Node) or not is_call(scores, aten.topk.default):
-        return False
-    return is_size(fake_value(scores.all_input_nodes[0]).shape[-1], match.record.experts)
+    return scores is not None and is_size(fake_value(scores).shape[-1], match.record.experts)
 
 
 def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
     """Return the communication of the counts from which the split sizes of `exchanges` are computed."""
 
-    def is_size(node: Node) -> bool:
-        return isinstance(fake_value(node), torch.SymInt)
-
     def is_count(node: Node) -> bool:
-        return is_size(node) or (isinstance(fake_value(node), torch.Tensor) and not is_float(node))
+        return isinstance(fake_value(node), (torch.SymInt, torch.Tensor)) and not is_float(node)
 
     def communicates(node: Node) -> bool:
         return communication_of(node) is not None
 
-    sizes = (used for node in exchanges for used in node.all_input_nodes if is_size(used))
+    inputs = (used for node in exchanges for used in node.all_input_nodes)
+    sizes = (used for used in inputs if isinstance(fake_value(used), torch.SymInt))
     return set(filter(communicates, ancestors(*sizes, follow=is_count, stop=communicates)))
 
 
 def _second_way_back(
-    combine: Communication | None, arriving: Sequence[Communication], width: int, order: dict[Node, int], most: int
+    combine: Communication | None, arriving: Sequence[Communication], width: int, most: int
 ) -> set[Node]:
     """Return the AllToAll after `combine` that sends a refused block's results [., width] over a second mesh axis."""
     collective = None if combine is None else collective_of(combine.node)
-    after = None if collective is None else first_communication_after(collective.result, width, order, most)
-    if collective is None or after is None or after.group_name == collective.group_name:
+    if collective is None:
         return set()
-    arriving_groups = {each.group_name for each in arriving if each.kind == "all_to_all"}
-    return {after.node} if after.group_name in arriving_groups else set()
+    after = first_communication_after(collective.result, width, most)
+    other_groups = {each.group_name for each in arriving if each.kind == "all_to_all"} - {collective.group_name}
+    return {after.node} if after is not None and after.group_name in other_groups else set()
 
 
 def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:
@@ -134,12 +122,8 @@ def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> 
     return next((each.group_name for each in reversed(near) if each.group_name in groups), "")
 
 
-def _is_for_experts(communication: Communication) -> bool:
-    return communication.is_exchange or collective_of(communication.node) is None
-
-
 def _of_refused_gemms(
-    graph: Graph, refused: Iterable[Refusal], order: dict[Node, int], groups: Mapping[str, Group], claimed: set[Node]
+    graph: Graph, refused: Iterable[Refusal], groups: Mapping[str, Group], claimed: set[Node]
 ) -> Iterator[Refusal]:
     """Yield refusals for grouped GEMMs that belong to no block and have communication near them."""
     by_name = {node.name: node for node in graph.nodes}
@@ -148,7 +132,7 @@ def _of_refused_gemms(
         gemm = by_name[refusal.node]
         if not is_grouped_gemm(gemm):
             continue
-        after = first_communication_after(gemm, fake_value(gemm).shape[-1], order)
+        after = first_communication_after(gemm, fake_value(gemm).shape[-1])
         near = [*communications_before(*gemm.all_input_nodes), *([after] if after is not None else [])]
         claimed |= {each.node for each in near}
         where = refusal.where or place_of(gemm)

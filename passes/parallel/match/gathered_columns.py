@@ -55,7 +55,6 @@ class MaskColumns:
 
     def through(self, node: Node) -> MaskColumns | None:
         """Return the columns in the result of `node`, whose first input has these; None for other operations."""
-        base, arguments = base_operation(node), all_arguments(node)
         if has_trait(node, Trait.COPY, Trait.CAST):
             before, after = fake_value(node.all_input_nodes[0]).dtype, fake_value(node).dtype
             return self if before == after else dataclasses.replace(self, types=(*self.types, after))
@@ -64,12 +63,9 @@ class MaskColumns:
         if self.order is Order.FLAT:
             return None
         if has_trait(node, Trait.PERMUTE):
-            return self._transposed() if permutation(node) == [1, 0] else self
-        return self._sliced(arguments) if base == "slice" else None
-
-    def _transposed(self) -> MaskColumns:
-        order = Order.BY_EXPERT if self.order is Order.BY_TOKEN else Order.BY_TOKEN
-        return dataclasses.replace(self, order=order)
+            transposed = Order.BY_EXPERT if self.order is Order.BY_TOKEN else Order.BY_TOKEN
+            return dataclasses.replace(self, order=transposed) if permutation(node) == [1, 0] else self
+        return self._sliced(all_arguments(node)) if base_operation(node) == "slice" else None
 
     def _reshaped(self, value: torch.Tensor) -> MaskColumns | None:
         """Return these columns in the shape of `value`, or None if that mixes tokens and experts."""
@@ -86,7 +82,7 @@ class MaskColumns:
         if step != 1 or not isinstance(start, int) or start < 0:
             return None
         if arguments["dim"] % 2 == self.dim_of_tokens:
-            is_all = end is None or (isinstance(end, int) and end >= _END) or _size(end) == self.tokens
+            is_all = end is None or (isinstance(end, int) and end >= _END) or size_expression(end) == self.tokens
             return self if start == 0 and is_all else None
         stop = self.experts if end is None else end
         if not isinstance(stop, int) or not start < min(stop, self.experts):
@@ -104,7 +100,3 @@ def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collecti
     for step in reversed(steps):
         columns = None if columns is None else columns.through(step)
     return None if columns is None else (gathers[node], columns)
-
-
-def _size(size: Any) -> sympy.Expr:
-    return size_expression(fake_value(size) if isinstance(size, Node) else size)

@@ -26,18 +26,18 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.blocks.expert_masks import at_most_chosen, gathered_mask
-from moepass.passes.graph.collectives import WAIT, collective_of, communication_of
+from moepass.passes.graph.collectives import WAIT, Collective, collective_of, communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.ops.arguments import all_arguments
-from moepass.passes.ops.traits import base_operation, mutates
-from moepass.passes.ops.walk import descendants
+from moepass.passes.ops.arguments import all_arguments, is_arange
+from moepass.passes.ops.traits import Trait, base_operation, mutates
+from moepass.passes.ops.walk import descendants, origin
 from moepass.passes.parallel.match.gathered_columns import MaskColumns, Order, columns_of
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # Meta key of a gather of ids that replaces a gathered mask: whether an id may be the number of experts, for no expert.
 OF_MASK_KEY = "moepass_of_mask"
@@ -47,32 +47,26 @@ _WHY_NOT_CHOSEN = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class GatheredIds:
-    """The gather of ids that replaces the gather with the name `mask`."""
+def replace_gathered_masks(graph: Graph, skip: Collection[str]) -> tuple[dict[Node, str], dict[Node, str]]:
+    """Replace gathers of masks not named in `skip`.
 
-    mask: str
-    gather: Node
-
-
-def replace_gathered_masks(graph: Graph, skip: Collection[str]) -> tuple[list[GatheredIds], dict[Node, str]]:
-    """Replace gathers of masks not named in `skip`; return the replacements, and reasons for gathers that must stay."""
-    replacements: list[GatheredIds] = []
+    Return the gathers of ids, each with the name of the gather that it replaces, and the gathers of masks that must
+    stay, each with the reason.
+    """
+    replaced: dict[Node, str] = {}
     reasons: dict[Node, str] = {}
     for node in [node for node in graph.nodes if _gathers_any_mask(node) and node.name not in skip]:
-        if gathered_mask(node) is None:
+        mask = gathered_mask(node)
+        if mask is None:
             reasons[node] = _WHY_NOT_CHOSEN.format(named(node.all_input_nodes[0]), named(node))
             continue
-        name, pairs = node.name, _GatheredPairs(node)
+        pairs = _GatheredPairs(mask)
         try:
-            gather = pairs.replace()
+            replaced[pairs.replace()] = node.name
         except NotThisForm as error:
             pairs.writer.erase()
             reasons[node] = str(error)
-        else:
-            gather.meta[OF_MASK_KEY] = pairs.is_partial
-            replacements.append(GatheredIds(name, gather))
-    return replacements, reasons
+    return replaced, reasons
 
 
 def _gathers_any_mask(node: Node) -> bool:
@@ -92,6 +86,11 @@ class _GatheredMaskReader:
     columns: MaskColumns
     has_indices: bool = False
 
+    @property
+    def pairs(self) -> Any:
+        """The number of pairs that it reads, as a size."""
+        return fake_value(self.value if self.has_indices else self.node).shape[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class _MaskedPairs:
@@ -105,23 +104,17 @@ class _MaskedPairs:
 class _GatheredPairs:
     """The replacement of one gathered mask by gathered ids."""
 
-    def __init__(self, node: Node) -> None:
-        mask, self._graph = gathered_mask(node), node.graph
-        assert mask is not None
-        chosen = at_most_chosen(mask.input)
+    def __init__(self, mask: Collective) -> None:
+        chosen, self._graph = at_most_chosen(mask.input), mask.node.graph
         assert chosen is not None
         self._mask, self._chosen = mask, chosen
-        self.writer = GraphWriter(self._graph, node)
+        self.writer = GraphWriter(self._graph, mask.node)
         collectives = map(collective_of, self._graph.nodes)
         gathers = [each for each in collectives if each is not None and each.kind == "all_gather"]
         self._gathers = {gather.result: gather for gather in gathers if fake_value(gather.result).dim() == 2}
         self._pairs: dict[tuple[int, int], _MaskedPairs] = {}
         # Maps a value of all experts to the gathered value [tokens, k] of the chosen experts.
         self._gathered: dict[Node, Node] = {}
-
-    @property
-    def is_partial(self) -> bool:
-        return self._chosen.is_partial
 
     def replace(self) -> Node:
         """Replace the mask, and return the gather of the ids. Raises NotThisForm for an unknown reader of the mask."""
@@ -144,6 +137,7 @@ class _GatheredPairs:
             if old in self._graph.nodes:
                 erase_unread(self._graph, old)
         gather = self._gathered[self._mask.input].all_input_nodes[0]
+        gather.meta[OF_MASK_KEY] = self._chosen.is_partial
         return gather
 
     def _unread(self, replaced: Collection[Node]) -> set[Node]:
@@ -163,17 +157,17 @@ class _GatheredPairs:
 
     def _readers(self) -> list[_GatheredMaskReader]:
         readers: list[_GatheredMaskReader] = []
-        pending = [(self._mask.result, MaskColumns.all_of(self._mask.result))]
-        while pending:
-            value, columns = pending.pop()
-            for user in value.users:
-                result = columns.through(user) if user.all_input_nodes[0] is value else None
+        columns_of_mask = {self._mask.result: MaskColumns.all_of(self._mask.result)}
+        for node in self._graph.nodes:
+            for value in filter(columns_of_mask.__contains__, node.all_input_nodes):
+                columns = columns_of_mask[value]
+                result = columns.through(node) if node.all_input_nodes[0] is value else None
                 if result is not None:
-                    pending.append((user, result))
-                elif base_operation(user) == "sort":
-                    readers += self._index_readers(user, columns)
+                    columns_of_mask[node] = result
+                elif base_operation(node) == "sort":
+                    readers += self._index_readers(node, columns)
                 else:
-                    readers.append(_GatheredMaskReader(user, value, columns))
+                    readers.append(_GatheredMaskReader(node, value, columns))
         return readers
 
     def _index_readers(self, sort: Node, columns: MaskColumns) -> Iterator[_GatheredMaskReader]:
@@ -198,16 +192,18 @@ class _GatheredPairs:
         if base == "sum":
             return self._sum(reader)
         if base == "nonzero" and by_expert:
-            size = fake_value(node).shape[0]
-            pairs = [self._expert(columns, size), self._token(columns, size)]
+            pairs = (self._expert(reader), self._token(reader))
             both = [self.writer.emit(aten.unsqueeze.default, item, 1) for item in pairs]
             return self.writer.emit(aten.cat.default, both, 1)
         is_mask = base == "masked_select" and arguments["mask"] is reader.value and by_expert
         if is_call(node, aten.index.Tensor) and columns.order is not Order.BY_TOKEN:
             is_mask = arguments["indices"] == [reader.value] and fake_value(reader.value).dtype is torch.bool
-        if is_mask and arguments["self"] is not reader.value:
-            return self._selected(arguments["self"], reader)
-        raise self._unknown(node)
+        source = arguments.get("self")
+        if not is_mask or not isinstance(source, Node) or source is reader.value:
+            raise self._unknown(node)
+        if _is_arange_along(source, 1, columns):
+            return self._token(reader)
+        return self._expert(reader) if _is_arange_along(source, 0, columns) else self._weight(source, reader)
 
     def _unknown(self, node: Node) -> NotThisForm:
         return NotThisForm(
@@ -217,13 +213,11 @@ class _GatheredPairs:
         )
 
     def _size(self, node: Node) -> Node:
-        size = fake_value(node)
-        ids = self._gather(self._mask.input)
+        size, ids = fake_value(node), self._gather(self._mask.input)
         if isinstance(size, torch.SymInt):
-            tokens = self.writer.size(ids, 0)
             times, remainder = divmod(size_expression(size), size_expression(fake_value(ids).shape[0]))
             if remainder == 0 and times.is_Integer:
-                return self.writer.product(tokens, int(times))  # type: ignore[no-any-return]
+                return self.writer.product(self.writer.size(ids, 0), int(times))  # type: ignore[no-any-return]
         raise self._unknown(node)
 
     def _sum(self, reader: _GatheredMaskReader) -> Node:
@@ -236,24 +230,13 @@ class _GatheredPairs:
             along = [dim % 2 for dim in dims or ()]
             if columns.order is Order.FLAT or arguments["keepdim"] or along != [columns.dim_of_tokens]:
                 raise self._unknown(node)
-        if fake_value(node).dtype is torch.int32:
-            return self.writer.emit(prims.convert_element_type.default, counts, torch.int32)
-        if fake_value(node).dtype is torch.int64:
-            return counts
-        raise self._unknown(node)
+        if fake_value(node).dtype not in (torch.int32, torch.int64):
+            raise self._unknown(node)
+        return self.writer.cast(counts, fake_value(node).dtype)
 
-    def _selected(self, source: Node, reader: _GatheredMaskReader) -> Node:
-        """Return the elements of `source` that the mask selects: tokens, experts or weights of the pairs."""
-        node, columns = reader.node, reader.columns
-        size = fake_value(node).shape[0]
-        if _is_arange_along(source, 1, columns):
-            return self._token(columns, size)
-        if _is_arange_along(source, 0, columns):
-            return self._expert(columns, size)
-        return self._weight(source, columns, self._pair(columns, size), node)
-
-    def _weight(self, source: Node, columns: MaskColumns, pair: Node, node: Node) -> Node:
-        """Return the elements of `source`, gathered for all experts, at the pairs with indices `pair`."""
+    def _weight(self, source: Node, reader: _GatheredMaskReader) -> Node:
+        """Return the elements of `source`, gathered for all experts, at the pairs that `reader` reads."""
+        pair = self._pair(reader)
         gathered = columns_of(source, self._gathers)
         if gathered is None:
             raise NotThisForm(
@@ -261,13 +244,13 @@ class _GatheredPairs:
                 "expected what is gathered [tokens, experts] beside it, in the columns of the same experts"
             )
         gather, source_columns = gathered
-        is_aligned = dataclasses.replace(source_columns, types=()) == dataclasses.replace(columns, types=())
+        is_aligned = dataclasses.replace(source_columns, types=()) == dataclasses.replace(reader.columns, types=())
         if not is_aligned or gather.group_name != self._mask.group_name:
-            raise self._unknown(node)
+            raise self._unknown(reader.node)
         flat = self.writer.emit(aten.reshape.default, self._gather(gather.input), [-1])
         value = self.writer.emit(aten.index.Tensor, flat, [pair])
         for dtype in source_columns.types:
-            value = self.writer.emit(prims.convert_element_type.default, value, dtype)
+            value = self.writer.cast(value, dtype)
         return value
 
     def _takes_all_pairs(self, first: Node, columns: MaskColumns) -> bool:
@@ -284,21 +267,20 @@ class _GatheredPairs:
 
     def _read_indices(self, reader: _GatheredMaskReader) -> Node:
         """Return the replacement of a node that reads indices in [experts · tokens] of ones, or raise NotThisForm."""
-        node, columns, size = reader.node, reader.columns, fake_value(reader.value).shape[0]
-        base, arguments = base_operation(node), all_arguments(node)
+        base, arguments = base_operation(reader.node), all_arguments(reader.node)
         if base == "sym_size":
-            return self._pair_count(columns, size)
-        if is_call(node, aten.index.Tensor) and arguments["indices"] == [reader.value]:
-            return self._weight(arguments["self"], columns, self._pair(columns, size), node)
+            return self._pair_count(reader)
+        if is_call(reader.node, aten.index.Tensor) and arguments["indices"] == [reader.value]:
+            return self._weight(arguments["self"], reader)
         argument = arguments.get("other")
         divisor = fake_value(argument) if isinstance(argument, Node) else argument
         is_divided = arguments.get("self") is reader.value and isinstance(divisor, (int, torch.SymInt))
-        if is_divided and size_expression(divisor) == columns.tokens:
+        if is_divided and size_expression(divisor) == reader.columns.tokens:
             if base == "remainder":
-                return self._token(columns, size)
+                return self._token(reader)
             if base == "floor_divide" or arguments.get("rounding_mode") in ("floor", "trunc"):
-                return self._expert(columns, size)
-        raise self._unknown(node)
+                return self._expert(reader)
+        raise self._unknown(reader.node)
 
     def _gather(self, value: Node) -> Node:
         """Return the gathered ids [tokens · ranks, k] for the mask, or elements of another `value` at these ids."""
@@ -314,9 +296,7 @@ class _GatheredPairs:
 
     def _sent_ids(self) -> Node:
         """Return the ids, with the number of experts in place of ids that the mask leaves out."""
-        ids = self._chosen.ids
-        if fake_value(ids).dtype is not torch.int64:
-            ids = self.writer.emit(prims.convert_element_type.default, ids, torch.int64)
+        ids = self.writer.cast(self._chosen.ids, torch.int64)
         if not self._chosen.is_partial:
             return ids
         experts = int(fake_value(self._mask.input).shape[1])
@@ -341,24 +321,23 @@ class _GatheredPairs:
             self._pairs[key] = _MaskedPairs(self.writer.getitem(both, 1), experts, counts)
         return self._pairs[key]
 
-    def _pair_count(self, columns: MaskColumns, size: Any) -> Node:
-        """Return the number of pairs in `columns`; `size` is its fake value."""
-        total = self.writer.emit(aten.sum.default, self._pairs_of(columns).counts)
-        return self.writer.described(aten._local_scalar_dense.default, (total,), size)
+    def _pair_count(self, reader: _GatheredMaskReader) -> Node:
+        total = self.writer.emit(aten.sum.default, self._pairs_of(reader.columns).counts)
+        return self.writer.described(aten._local_scalar_dense.default, (total,), reader.pairs)
 
-    def _first(self, values: Node, columns: MaskColumns, size: Any) -> Node:
-        described = fake_value(values).new_empty([size])
-        return self.writer.described(aten.slice.Tensor, (values, 0, 0, self._pair_count(columns, size)), described)
+    def _first(self, values: Node, reader: _GatheredMaskReader) -> Node:
+        described = fake_value(values).new_empty([reader.pairs])
+        return self.writer.described(aten.slice.Tensor, (values, 0, 0, self._pair_count(reader)), described)
 
-    def _pair(self, columns: MaskColumns, size: Any) -> Node:
-        return self._first(self._pairs_of(columns).positions, columns, size)
+    def _pair(self, reader: _GatheredMaskReader) -> Node:
+        return self._first(self._pairs_of(reader.columns).positions, reader)
 
-    def _expert(self, columns: MaskColumns, size: Any) -> Node:
-        return self._first(self._pairs_of(columns).experts, columns, size)
+    def _expert(self, reader: _GatheredMaskReader) -> Node:
+        return self._first(self._pairs_of(reader.columns).experts, reader)
 
-    def _token(self, columns: MaskColumns, size: Any) -> Node:
+    def _token(self, reader: _GatheredMaskReader) -> Node:
         k = int(fake_value(self._chosen.ids).shape[1])
-        return self.writer.emit(aten.div.Tensor_mode, self._pair(columns, size), k, rounding_mode="floor")
+        return self.writer.emit(aten.div.Tensor_mode, self._pair(reader), k, rounding_mode="floor")
 
 
 def _signature(node: Node) -> tuple[str, ...]:
@@ -372,14 +351,11 @@ def _is_arange_along(source: Node, dim: int, columns: MaskColumns) -> bool:
     """Return whether `source` is 0, 1, .. along dimension `dim` of `columns` [experts, tokens]."""
     if columns.order is not Order.BY_EXPERT or fake_value(source).dim() != 2:
         return False
-    if base_operation(source) == "expand":
-        source = source.all_input_nodes[0]
+    source = origin(source, Trait.EXPAND)
     if base_operation(source) != "unsqueeze" or all_arguments(source)["dim"] % 2 != 1 - dim:
         return False
     numbers = source.all_input_nodes[0]
-    arguments = all_arguments(numbers)
-    if base_operation(numbers) not in ("arange", "iota") or fake_value(numbers).dtype is not torch.int64:
+    if not is_arange(numbers) or fake_value(numbers).dtype is not torch.int64:
         return False
     counted = columns.tokens if dim == 1 else columns.experts
-    from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
-    return from_zero and bool(size_expression(fake_value(numbers).shape[0]) == counted)
+    return bool(size_expression(fake_value(numbers).shape[0]) == counted)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
+import sympy
 import torch
 from torch.fx import Node
 
+from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import CaptureNotes, Group
@@ -24,7 +27,7 @@ aten = torch.ops.aten
 
 
 def match_all_to_all(
-    match: BlockMatch, combine: Collective, groups: Mapping[str, Group], order: dict[Node, int], capture: CaptureNotes
+    match: BlockMatch, combine: Collective, groups: Mapping[str, Group], capture: CaptureNotes
 ) -> ParallelBlock:
     """Return the block of `match` whose results `combine` exchanges. Raises NotThisForm."""
     group = groups[combine.group_name]
@@ -33,9 +36,8 @@ def match_all_to_all(
     arriving = {communication.node for communication in communications_before(match.gemms[0].activations)}
     region, exchanges, leaves = walk_back(
         combine.result,
-        order,
         most_nodes(group.ranks),
-        stop_at=frozenset((*_sizes_of_rows(arriving), *expert_tensors(match, set(), order))),
+        stop_at=frozenset((*_sizes_of_rows(arriving), *expert_tensors(match, set()))),
         stop_at_inputs_of=lambda exchange: (
             (exchange.kind == "all_to_all" or (exchange.kind == "all_gather" and not exchange.is_float))
             and exchange.group_name in same_ranks
@@ -81,9 +83,9 @@ def match_all_to_all(
             f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
         )
-    tensors = expert_tensors(match, set(sources.values()), order)
+    tensors = expert_tensors(match, set(sources.values()))
     try:
-        check_leaves(leaves - {*sources.values(), *tensors}, rows, order)
+        check_leaves(leaves - {*sources.values(), *tensors}, rows)
     except NotThisForm:
         if "counts" in sources:
             _check_counts(sources["counts"])
@@ -124,40 +126,38 @@ def _check_counts(counts: Node) -> None:
         )
 
 
-def _sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
-    """Yield sizes of the sent rows that the host has read, such as a number of slots. The block starts after them."""
+def _sizes_of_rows(exchanges: Iterable[Node]) -> list[Node]:
+    """Return sizes of the sent rows that the host has read, such as a number of slots. The block starts after them."""
     sent = [record.input for node in exchanges if (record := collective_of(node)) is not None and record.is_float]
-    symbols = {
-        symbol for node in sent for size in fake_value(node).shape for symbol in size_expression(size).free_symbols
-    }
-    for node in sent[0].graph.nodes if sent else ():
-        if is_call(node, aten._local_scalar_dense.default) and size_expression(fake_value(node)) in symbols:
-            yield node
+    sizes = (size_expression(size) for node in sent for size in fake_value(node).shape)
+    symbols = {symbol for size in sizes for symbol in size.free_symbols}
+    target = aten._local_scalar_dense.default
+    reads = sent[0].graph.find_nodes(op="call_function", target=target) if sent else []
+    return [node for node in reads if size_expression(node) in symbols]
 
 
-def _split_sizes(exchange: Collective) -> tuple[list[str], list[str]]:
-    """Return the sizes sent to and received from each rank, as text because several nodes may have equal sizes."""
-    return [*map(_text, exchange.send)], [*map(_text, exchange.receive)]
+def _split_sizes(exchange: Collective) -> tuple[list[sympy.Expr], list[sympy.Expr]]:
+    """Return the sizes sent to and received from each rank."""
+    return [*map(size_expression, exchange.send)], [*map(size_expression, exchange.receive)]
 
 
 def _bounds(count: Collective | None, dispatch: Collective, group: Group, experts: int) -> tuple[int, ...]:
-    """Return the bounds of the ranks' shards of experts; this rank holds `experts`."""
-    if count is None:
-        return _bounds_from_slots(dispatch, group, experts)
-    if count.kind == "all_gather":
-        return _bounds_from_gathered(count, group, experts)
-    return _bounds_from_counts(count, group, experts)
-
-
-def _bounds_from_gathered(count: Collective, group: Group, experts: int) -> tuple[int, ...]:
-    """Return equal shards; all ranks gather the counts of all experts."""
-    numbers = fake_value(count.input).numel()
-    if numbers != experts * group.ranks:
+    """Return the bounds of the ranks' shards of experts; this rank holds `experts`. Raises NotThisForm."""
+    if count is not None and count.kind != "all_gather":
+        return _bounds_from_counts(count, group, experts)
+    total = experts * group.ranks
+    if count is not None and (numbers := fake_value(count.input).numel()) != total:
         raise NotThisForm(
             f"this rank holds {experts} experts of {group.ranks} ranks, but {named(count.node)} gathers {numbers} "
-            f"counts of each; expected {experts * group.ranks}, one for each expert"
+            f"counts of each; expected {total}, one for each expert"
         )
-    return tuple(experts * rank for rank in range(group.ranks + 1))
+    sizes = set(map(size_expression, (*dispatch.send, *dispatch.receive)))
+    if count is None and (len(dispatch.send) != group.ranks or len(sizes) != 1):
+        raise NotThisForm(
+            f"slots are exchanged by {named(dispatch.node)} in parts of different sizes, and no counts are; expected "
+            "as many slots for each rank as from it, or an exchange of counts"
+        )
+    return shard_bounds(total, group.ranks)
 
 
 def _are_slots(match: BlockMatch) -> bool:
@@ -168,20 +168,6 @@ def _are_slots(match: BlockMatch) -> bool:
         for node in before
         if node.op == "call_function"
     )
-
-
-def _bounds_from_slots(dispatch: Collective, group: Group, experts: int) -> tuple[int, ...]:
-    """Return equal shards; all ranks send and receive equally many slots."""
-    if len(dispatch.send) != group.ranks or len({_text(size) for size in (*dispatch.send, *dispatch.receive)}) != 1:
-        raise NotThisForm(
-            f"slots are exchanged by {named(dispatch.node)} in parts of different sizes, and no counts are; expected "
-            "as many slots for each rank as from it, or an exchange of counts"
-        )
-    return tuple(experts * rank for rank in range(group.ranks + 1))
-
-
-def _text(size: object) -> str:
-    return str(size_expression(size))
 
 
 def _other_exchanges(rows: list[Collective], counts: list[Collective], capture: CaptureNotes) -> str:
@@ -212,17 +198,15 @@ def _bounds_from_counts(count: Collective, group: Group, experts: int) -> tuple[
             "minlength is the number of experts, and the counts are viewed as that many)"
         )
     per_entry = value.numel() // max(1, int(value.shape[0]))
-    bounds = [0]
-    for size in count.send:
-        assert isinstance(size, int)
-        bounds.append(bounds[-1] + size * per_entry)
+    sizes = (size * per_entry for size in count.send if isinstance(size, int))
+    bounds = tuple(itertools.accumulate(sizes, initial=0))
     if bounds[-1] != value.numel():
         raise NotThisForm(
             f"{named(count.node)} exchanges {value.numel()} counts in parts of {list(count.send)}, which do not add up"
         )
-    if bounds[group.rank + 1] - bounds[group.rank] != experts:
+    counted = bounds[group.rank + 1] - bounds[group.rank]
+    if counted != experts:
         raise NotThisForm(
-            f"this rank holds {experts} experts, but {named(count.node)} brings it the counts of "
-            f"{bounds[group.rank + 1] - bounds[group.rank]}"
+            f"this rank holds {experts} experts, but {named(count.node)} brings it the counts of {counted}"
         )
-    return tuple(bounds)
+    return bounds

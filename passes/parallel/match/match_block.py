@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch.fx import Node
-
 from moepass.passes.blocks.computed_weights import is_computed
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_stack import is_expert_stack
@@ -36,7 +34,6 @@ def match_block(
     after: Communication | None,
     arriving: Sequence[Communication],
     groups: Mapping[str, Group],
-    order: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
     """Return the parallel block between `arriving` and `after`. Raises NotThisForm."""
@@ -77,45 +74,37 @@ def match_block(
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     try:
-        return _match_form(match, combine, arriving, groups, order, capture)
+        if combine.kind == "all_to_all":
+            _check_one_hop(arriving)
+            return match_all_to_all(match, combine, groups, capture)
+        _check_sum(combine, arriving)
+        return match_partial_sums(match, combine, groups[combine.group_name])
     except NotThisForm as error:
-        write = next(((each, memory) for each in arriving if (memory := written_input(each)) is not None), None)
-        if write is None:
-            raise
-        exchange, memory = write
+        for exchange in arriving:
+            if (memory := written_input(exchange)) is not None:
+                raise NotThisForm(
+                    f"what {exchange.kind} {named(exchange.node)} brings is also written to {named(memory)}, which "
+                    "holds it beyond the run, so the exchange cannot go; let it be written to memory that the run "
+                    "makes, as by torch.empty"
+                ) from error
+        raise
+
+
+def _check_sum(combine: Collective, arriving: Sequence[Communication]) -> None:
+    """Raise NotThisForm unless `combine` adds up results, for rows that come by no AllToAll over another group."""
+    if combine.kind not in ("all_reduce", "reduce_scatter"):
         raise NotThisForm(
-            f"what {exchange.kind} {named(exchange.node)} brings is also written to {named(memory)}, which holds it "
-            "beyond the run, so the exchange cannot go; let it be written to memory that the run makes, as by "
-            "torch.empty"
-        ) from error
-
-
-def _match_form(
-    match: BlockMatch,
-    combine: Collective,
-    arriving: Sequence[Communication],
-    groups: Mapping[str, Group],
-    order: dict[Node, int],
-    capture: CaptureNotes,
-) -> ParallelBlock:
-    if combine.kind == "all_to_all":
-        _check_one_hop(arriving)
-        return match_all_to_all(match, combine, groups, order, capture)
+            f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
+            "reduce_scatter"
+        )
     dispatch = next((each for each in arriving if each.kind == "all_to_all"), None)
-    has_two_groups = dispatch is not None and dispatch.group_name != combine.group_name
-    if combine.kind in ("all_reduce", "reduce_scatter") and dispatch is not None and has_two_groups:
+    if dispatch is not None and dispatch.group_name != combine.group_name:
         raise NotThisForm(
             f"its rows come by all_to_all {named(dispatch.node)}, and {combine.kind} {named(combine.node)} adds up its "
             "results over another process group, as where ranks hold a part of each expert's width; expected complete "
             "experts on one rank each: use a size of 1 for the tensor parallelism of experts, and spread the experts "
             "over those ranks"
         )
-    if combine.kind in ("all_reduce", "reduce_scatter"):
-        return match_partial_sums(match, combine, groups[combine.group_name], order)
-    raise NotThisForm(
-        f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
-        "reduce_scatter"
-    )
 
 
 def _check_one_hop(arriving: Sequence[Communication]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from moepass.passes.parallel.match.token_origin import (
     gathered_rows,
     id_source,
     origin,
+    router_scores,
     row_source,
     row_weights,
     sort_key,
@@ -33,7 +33,7 @@ from moepass.passes.parallel.match.token_origin import (
 aten = torch.ops.aten
 
 
-def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, order: dict[Node, int]) -> ParallelBlock:
+def match_partial_sums(match: BlockMatch, combine: Collective, group: Group) -> ParallelBlock:
     """Return the block of `match` whose results `combine` sums. Raises NotThisForm."""
     if combine.reduction != "sum":
         raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
@@ -45,7 +45,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
         "ids": origin(sort_key(match), id_source, gathered),
         "weights" if inner_weights is None else "travels_0": weights,
     }
-    _check_router(sources["ids"], [sources["hidden"], weights], order)
+    _check_router(sources["ids"], [sources["hidden"], weights])
     tokens = fake_value(sources["hidden"])
     for role in [role for role in sources if role != "hidden"]:
         value = fake_value(sources[role])
@@ -60,9 +60,9 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
             f"{named(weights)} {describe_shape(fake_value(weights))}; expected one shape [tokens, k]"
         )
     sink = _unpadded_result(combine.result, tokens.shape[0]) if gathered else combine.result
-    tensors = expert_tensors(match, set(sources.values()), order)
+    tensors = expert_tensors(match, set(sources.values()))
     stops = frozenset((*sources.values(), *tensors))
-    region, exchanges, leaves = walk_back(sink, order, most_nodes(group.ranks), stop_at=stops)
+    region, exchanges, leaves = walk_back(sink, most_nodes(group.ranks), stop_at=stops)
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
     kinds = sorted({exchange.kind for exchange in exchanges})
     # The AllReduce finds the largest number of tokens; ranks with equal numbers do not need it.
@@ -71,7 +71,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
         listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
         wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
         raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
-    check_leaves(leaves - {*sources.values(), *tensors}, sources["hidden"], order)
+    check_leaves(leaves - stops, sources["hidden"])
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)
     return ParallelBlock(
@@ -92,7 +92,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, ord
 
 def _inner_weights(match: BlockMatch) -> Node | None:
     """Return the gathered weights [tokens, k] read between the GEMMs, or None. Raises NotThisForm for several."""
-    ups, inputs = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
+    ups, activations = {gemm.node for gemm in match.gemms[:-1]}, match.gemms[-1].activations
 
     def is_value(node: Node) -> bool:
         return node not in ups and is_float(node)
@@ -100,21 +100,17 @@ def _inner_weights(match: BlockMatch) -> Node | None:
     def is_gathered(node: Node) -> bool:
         return gathered_rows(node) is not None
 
-    down = match.gemms[-1].activations
-    for node in walk.ancestors(down, follow=is_value, stop=is_gathered, most=MOST_NODES) if is_value(down) else ():
-        gathered = gathered_rows(node)
-        if gathered is not None:
-            inputs[gathered] = None
+    between = walk.ancestors(activations, follow=is_value, stop=is_gathered, most=MOST_NODES)
+    inputs = dict.fromkeys(filter(None, map(gathered_rows, between if is_value(activations) else ())))
     tokens = gathered_rows(match.gemms[0].activations)
-    if tokens is not None:
-        inputs.pop(tokens, None)
-    if len(inputs) > 1:
-        listed = " and ".join(map(named, inputs))
+    weights = [value for value in inputs if value is not tokens]
+    if len(weights) > 1:
+        listed = " and ".join(map(named, weights))
         raise NotThisForm(f"between its GEMMs it reads several values that ranks gather, {listed}; expected weights")
-    return next(iter(inputs), None)
+    return next(iter(weights), None)
 
 
-def _check_router(ids: Node, values: list[Node], order: dict[Node, int]) -> None:
+def _check_router(ids: Node, values: list[Node]) -> None:
     """Raise NotThisForm if tokens or weights depend on expert ids, except by lookups: no mock run would test that."""
 
     def is_unchanged(node: Node) -> bool:
@@ -123,8 +119,8 @@ def _check_router(ids: Node, values: list[Node], order: dict[Node, int]) -> None
     def looks_up(node: Node) -> bool:
         return is_float(node) and is_call(node, aten.gather.default, aten.index.Tensor, aten.scatter.src)
 
-    ids = walk.origin(ids, passes=lambda step: is_unchanged(step) and not is_call(step, operator.getitem))
-    before = set(walk.ancestors(*values, follow=lambda used: order[used] > order[ids]))
+    ids = walk.origin(ids, passes=lambda step: is_unchanged(step) and not has_trait(step, Trait.ITEM))
+    before = set(walk.ancestors(*values, follow=lambda used: used > ids))
     _, *users = walk.descendants(ids, follow=before.__contains__, stop=looks_up)
     for user in users:
         if not is_unchanged(user) and not looks_up(user):
@@ -138,10 +134,8 @@ def _bounds_from_router(ids: Node, group: Group, held: int) -> tuple[int, ...]:
     """Return even shards of the experts that the router chooses from. Raises NotThisForm if this rank's differs."""
     while (source := id_source(ids)) is not None:
         ids = source
-    scores = ids.args[0] if is_call(ids, operator.getitem) else None
-    experts = held * group.ranks
-    if is_call(scores, aten.topk.default):
-        experts = int(fake_value(scores.args[0]).shape[-1])  # type: ignore[union-attr, arg-type]
+    scores = router_scores(ids)
+    experts = held * group.ranks if scores is None else int(fake_value(scores).shape[-1])
     bounds = shard_bounds(experts, group.ranks)
     expected = bounds[group.rank + 1] - bounds[group.rank]
     if held != expected:
@@ -154,12 +148,10 @@ def _bounds_from_router(ids: Node, group: Group, held: int) -> tuple[int, ...]:
 
 def _unpadded_result(result: Node, tokens: Any) -> Node:
     """Return the result for this rank's tokens, after the slice that removes padding, if any."""
-    if str(fake_value(result).shape[0]) == str(tokens):
-        return result
-    if len(result.users) == 1:
-        (user,) = result.users
-        if is_call(user, aten.slice.Tensor) and str(fake_value(user).shape[0]) == str(tokens):
-            return user
+    slices = [user for user in result.users if len(result.users) == 1 and is_call(user, aten.slice.Tensor)]
+    for node in (result, *slices):
+        if str(fake_value(node).shape[0]) == str(tokens):
+            return node
     raise NotThisForm(
         f"the rows that ReduceScatter gives back, {named(result)}, are {describe_shape(fake_value(result))}; expected "
         "them to be this rank's tokens, or to be cut to their number by a slice"

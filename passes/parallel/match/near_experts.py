@@ -6,7 +6,7 @@ masked, weighted and added; nothing mixes or normalises their features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import torch
@@ -34,13 +34,16 @@ def moves_rows(node: Node) -> bool:
     return is_move or is_view(node)
 
 
+def is_new_memory(node: Node) -> bool:
+    """Return whether `node` is memory filled with one number, or uninitialised memory."""
+    return has_trait(node, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
+
+
 def most_nodes(ranks: int) -> int:
     return MOST_NODES + MOST_NODES_PER_RANK * ranks
 
 
-def first_communication_after(
-    gemm: Node, width: int, order: dict[Node, int], most: int = MOST_NODES
-) -> Communication | None:
+def first_communication_after(gemm: Node, width: int, most: int = MOST_NODES) -> Communication | None:
     """Return the first communication that the rows [., width] of `gemm` reach within `most` nodes."""
 
     def has_rows(node: Node) -> bool:
@@ -53,7 +56,7 @@ def first_communication_after(
             # A collective also reads sizes; it sends only its input.
             if communication is not None and (collective is None or collective.input is node):
                 reached.append(communication)
-    return min(reached, key=lambda communication: order[communication.node], default=None)
+    return min(reached, key=lambda communication: communication.node, default=None)
 
 
 def keeps_features(node: Node, width: int) -> bool:
@@ -61,9 +64,7 @@ def keeps_features(node: Node, width: int) -> bool:
     mixes = has_trait(node, *_MIXING) or base_operation(node) in ("mean", "pow", "embedding", "rsqrt")
     if node.op != "call_function" or mixes:
         return False
-    if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(
-        _is_row_statistic(used) for used in node.all_input_nodes
-    ):
+    if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(map(_is_row_statistic, node.all_input_nodes)):
         return False  # a norm is outside the block, and the next block has its own collectives
     values = several(fake_value(node))  # a split has several results
     return all(isinstance(item, torch.Tensor) and is_size(_features(item, node), width) for item in values)
@@ -85,20 +86,13 @@ def is_size(size: Any, number: int) -> bool:
 
 def communications_before(*starts: Node) -> list[Communication]:
     """Return the communication from which the rows or counts `starts` of a GEMM come, nearest first."""
-    communications: dict[Node, Communication] = {}
-    for node in (node for start in starts for node in _moved_from(start)):
-        communication = communication_of(node)
-        if communication is not None:
-            communications.setdefault(node, communication)
-    return list(communications.values())
-
-
-def _moved_from(start: Node) -> Iterator[Node]:
-    """Yield `start` and the nodes from which it was moved or counted."""
-    return ancestors(start, stop=lambda node: not _passes_on(node), most=MOST_NODES)
+    walks = (ancestors(start, stop=lambda node: not _passes_on(node), most=MOST_NODES) for start in starts)
+    communications = map(communication_of, dict.fromkeys(itertools.chain(*walks)))
+    return [communication for communication in communications if communication is not None]
 
 
 def _passes_on(node: Node) -> bool:
+    """Return whether rows, indices or counts were moved or computed by `node`."""
     if moves_rows(node) or is_call(node, aten.histc.default) or communication_of(node) is not None:
         return True
     values = several(fake_value(node))

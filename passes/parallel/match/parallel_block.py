@@ -1,4 +1,4 @@
-"""Record of an expert-parallel block, and the search for its expert tensors."""
+"""Record of an expert-parallel block, its number of tokens, and the search for its expert tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -14,14 +15,18 @@ from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, is_call, is_float
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.protocol import Group
 from moepass.passes.ops.arguments import indexed_dimensions, named_arguments
 from moepass.passes.ops.walk import ancestors
-from moepass.passes.parallel.match.near_experts import is_size
+from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
 aten = torch.ops.aten
+
+# Meta key of the gather of a rewritten block: its number of tokens, or None if that is unknown.
+TOKENS_KEY = "moepass_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +100,21 @@ class ParallelBlock:
         return self.gemms[-1]
 
 
+def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
+    """Return the number of this rank's tokens that the block routes, as a size of the graph, or None if unknown."""
+    if "ids" in block.sources:
+        return size_expression(fake_value(block.sources["ids"]).shape[0])
+    for node in ancestors(block.sources.get("counts", block.sources["rows"]), most=MOST_NODES):
+        if is_call(node, aten.topk.default):
+            *leading, top_k = (size_expression(size) for size in fake_value(node)[0].shape)
+            tokens = sympy.Mul(*leading)
+            rows = size_expression(fake_value(block.sources["rows"]).shape[0])
+            # With a fixed capacity, rows are slots: some may be empty, and some tokens may be dropped.
+            is_plausible = block.form == "all_to_all_slots" or sympy.expand(rows - tokens * top_k) == 0
+            return tokens if is_plausible else None
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Bias:
     """A sum of the outputs of a GEMM and looked-up rows of `tensor`."""
@@ -120,43 +140,35 @@ def looked_up_table(lookup: object) -> Node | None:
         return None
     arguments = named_arguments(lookup)
     table, selects_rows = arguments["self"], [dim for dim, _ in indexed_dimensions(arguments)] == [0]
-    if not selects_rows:
-        return None
     is_parameter = table.op == "placeholder" or is_expert_stack(table)
-    return table if is_parameter or is_computed(table) else None
+    return table if selects_rows and (is_parameter or is_computed(table)) else None
 
 
-def expert_tensors(match: BlockMatch, sources: set[Node], order: dict[Node, int]) -> tuple[Node, ...]:
+def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
     """Return the weights and biases of the GEMMs and the tables between them, identified by their readers."""
-    tensors = dict.fromkeys(gemm.weights for gemm in match.gemms)
-    for gemm in match.gemms:
-        bias = bias_after(gemm.node)
-        if bias is None or bias.tensor in sources:
-            continue
-        value = fake_value(bias.tensor)
-        if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
-            tensors.setdefault(bias.tensor)
-    tensors |= dict.fromkeys(_tables_between(match, sources, order))
-    return tuple(tensors)
+    biases = [bias.tensor for gemm in match.gemms if (bias := bias_after(gemm.node)) is not None]
+    matrices = [tensor for tensor in biases if fake_value(tensor).dim() >= 2]
+    by_expert = (
+        table
+        for table in (*matrices, *_tables_between(match))
+        if table not in sources and is_float(table) and is_size(fake_value(table).shape[0], match.record.experts)
+    )
+    return tuple(dict.fromkeys((*(gemm.weights for gemm in match.gemms), *by_expert)))
 
 
-def _tables_between(match: BlockMatch, sources: set[Node], order: dict[Node, int]) -> Iterator[Node]:
-    """Yield the tables that the activation function indexes by expert, such as scales or weights of norms."""
+def _tables_between(match: BlockMatch) -> Iterator[Node]:
+    """Return the tables that the activation function indexes by expert, such as scales or weights of norms."""
     *ups, down = match.gemms
     up_nodes = {up.node for up in ups}
-    first = min(order[node] for node in up_nodes)
 
     def follows_ups(used: Node) -> bool:
-        return isinstance(fake_value(used), torch.Tensor) and order[used] > first
+        return isinstance(fake_value(used), torch.Tensor) and used > min(up_nodes)
 
     def is_end(node: Node) -> bool:
         return node in up_nodes or looked_up_table(node) is not None
 
-    for table in map(looked_up_table, ancestors(down.activations, follow=follows_ups, stop=is_end)):
-        if table is not None and table not in sources:
-            value = fake_value(table)
-            if value.is_floating_point() and is_size(value.shape[0], match.record.experts):
-                yield table
+    tables = map(looked_up_table, ancestors(down.activations, follow=follows_ups, stop=is_end))
+    return (table for table in tables if table is not None)
 
 
 def check_bounds(bounds: tuple[int, ...]) -> None:

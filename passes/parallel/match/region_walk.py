@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import sympy
 import torch
@@ -23,79 +23,53 @@ aten = torch.ops.aten
 
 def walk_back(
     root: Node,
-    order: dict[Node, int],
     most: int,
     *,
+    stop_at: frozenset[Node],
     stop_at_inputs_of: Callable[[Collective], bool] = lambda exchange: False,
-    stop_at: frozenset[Node] = frozenset(),
+    followed: frozenset[Node] = frozenset(),
 ) -> tuple[list[Node], list[Collective], set[Node]]:
     """Return the ancestors of `root` and the collectives among them, both in host order, and the leaves of the walk.
 
     Leaves are `stop_at`, graph inputs, constants, inputs of the collectives for which `stop_at_inputs_of` is True (but
-    not their split sizes), and lengths that the graph inputs determine, unless they belong to the block itself. Raises
-    NotThisForm for more than `most` nodes.
+    not their split sizes), and lengths that the graph inputs determine, unless they belong to the block itself or are
+    in `followed`. Raises NotThisForm for more than `most` nodes.
     """
-    followed: set[Node] = set()
-    while True:
-        walk = _WalkBack(order, stop_at_inputs_of, set(stop_at), followed)
-        walk.run(root, most)
-        within = {length for length in filter(_is_known_length, walk.leaves) if walk.contains(length)}
-        if not within:
-            return walk.region[::-1], walk.exchanges[::-1], walk.leaves
+    region, leaves, stops, reached = list[Node](), set[Node](), set(stop_at), {root}
+    for node in reversed(root.graph.nodes):
+        if node not in reached:
+            continue
+        is_stop = node in stops or node.op in ("placeholder", "get_attr") or is_expert_stack(node)
+        if is_stop or (_is_known_length(node) and node not in followed):
+            leaves.add(node)
+            continue
+        region.append(node)
+        if len(region) > most:
+            raise NotThisForm(
+                f"more than {most} operations lead to {named(root)} without an exchange, so it is not clear where "
+                "the block of experts begins"
+            )
+        collective = collective_of(node)
+        if collective is not None and stop_at_inputs_of(collective):
+            stops.add(collective.input if collective.is_float else before_reshape(collective.input))
+        reached.update(node.all_input_nodes)
+    region.reverse()
+    within = {leaf for leaf in leaves if _is_known_length(leaf) and _is_within(leaf, region, stops)}
+    if within:
         followed |= within
+        return walk_back(root, most, stop_at=stop_at, stop_at_inputs_of=stop_at_inputs_of, followed=followed)
+    return region, [exchange for exchange in map(collective_of, region) if exchange is not None], leaves
 
 
-class _WalkBack:
-    """One walk, which passes lengths only if they are in `followed`; `region` and `exchanges` have the last first."""
-
-    def __init__(
-        self,
-        order: dict[Node, int],
-        stop_at_inputs_of: Callable[[Collective], bool],
-        stops: set[Node],
-        followed: Collection[Node],
-    ) -> None:
-        self._order, self._stop_at_inputs_of, self._followed = order, stop_at_inputs_of, followed
-        self._stops = stops
-        self.leaves: set[Node] = set()
-        self.region: list[Node] = []
-        self.exchanges: list[Collective] = []
-
-    def run(self, root: Node, most: int) -> None:
-        reached = {root}
-        for node in reversed(root.graph.nodes):
-            if node not in reached:
-                continue
-            if self._is_leaf(node):
-                self.leaves.add(node)
-                continue
-            self.region.append(node)
-            if len(self.region) > most:
-                raise NotThisForm(
-                    f"more than {most} operations lead to {named(root)} without an exchange, so it is not clear where "
-                    "the block of experts begins"
-                )
-            collective = collective_of(node)
-            if collective is not None:
-                self.exchanges.append(collective)
-                if self._stop_at_inputs_of(collective):
-                    self._stops.add(collective.input if collective.is_float else before_reshape(collective.input))
-            reached.update(node.all_input_nodes)
-
-    def _is_leaf(self, node: Node) -> bool:
-        if node in self._stops or node.op in ("placeholder", "get_attr") or is_expert_stack(node):
-            return True
-        return _is_known_length(node) and node not in self._followed
-
-    def contains(self, length: Node) -> bool:
-        """Return whether `length` depends on the walk's stops or on the result of an exchange."""
-        inside = set(self._stops)
-        for node in reversed(self.region):
-            if collective_of(node) is not None or any(used in inside for used in node.all_input_nodes):
-                inside.add(node)
-        first = min((self._order[node] for node in inside if node.op != "placeholder"), default=0)
-        before = ancestors(length, follow=lambda used: self._order[used] > first)
-        return any(used in inside for node in before for used in node.all_input_nodes)
+def _is_within(length: Node, region: list[Node], stops: set[Node]) -> bool:
+    """Return whether `length` depends on `stops` or on the result of an exchange in `region`."""
+    inside = set(stops)
+    for node in region:
+        if collective_of(node) is not None or not inside.isdisjoint(node.all_input_nodes):
+            inside.add(node)
+    first = min((node for node in inside if node.op != "placeholder"), default=None)
+    before = ancestors(length, follow=lambda used: first is None or used > first)
+    return any(not inside.isdisjoint(node.all_input_nodes) for node in before)
 
 
 def _is_known_length(node: Node) -> bool:
@@ -120,9 +94,9 @@ def before_reshape(counts: Node) -> Node:
     return origin(counts, passes=keeps_counts)
 
 
-def check_leaves(leaves: set[Node], rows: Node, order: dict[Node, int]) -> None:
+def check_leaves(leaves: set[Node], rows: Node) -> None:
     """Raise NotThisForm unless `leaves` are constants and sizes, with lengths that divide the number of `rows`."""
-    for leaf in sorted(leaves, key=order.__getitem__):
+    for leaf in sorted(leaves):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(
                 f"it depends on {named(leaf)}, whose values are not known when the graph is compiled; expected its "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,9 +17,11 @@ from moepass.passes.ops import walk
 from moepass.passes.ops.arguments import is_accumulating_write
 from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_view
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
-from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
+from moepass.passes.parallel.match.near_experts import MOST_NODES, is_new_memory, is_size
 
 aten = torch.ops.aten
+
+_ROW_LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
@@ -55,24 +57,21 @@ def _finished_collective(node: Node) -> Collective | None:
 
 def gathered_rows(node: Node) -> Node | None:
     """Return the input of the AllGather whose rows `node` selects, masks or views, or None."""
-    current: Node | None = node
-    while current is not None:
-        collective = _finished_collective(current)
-        if collective is not None:
-            return collective.input if collective.kind == "all_gather" else None
-        current = row_source(current) or _unpadded(current)
-    return None
+    collective = next(filter(None, map(_finished_collective, _rows_before(node))), None)
+    return collective.input if collective is not None and collective.kind == "all_gather" else None
+
+
+def _rows_before(node: Node) -> Iterator[Node]:
+    """Yield `node`, the value whose rows it selects, masks, views or joins with padding, and so on."""
+    return walk.walk([node], lambda rows: filter(None, [row_source(rows) or _unpadded(rows)]))
 
 
 def row_source(node: Node) -> Node | None:
     """Return the value whose rows `node` selects, masks or views, or None."""
-    if is_call(node, aten.index.Tensor, aten.index_select.default, aten.masked_fill.Scalar):
-        return _node(node.args[0])
     if is_call(node, aten.where.self) and _is_scalar_constant(node.args[1]):
         return _node(node.args[2])
-    if is_call(node, aten.clone.default) or (is_view(node) and not is_call(node, operator.getitem)):
-        return _node(node.args[0])
-    return None
+    selects = is_call(node, *_ROW_LOOKUPS, aten.masked_fill.Scalar, aten.clone.default)
+    return _node(node.args[0]) if selects or (is_view(node) and not has_trait(node, Trait.ITEM)) else None
 
 
 def _unpadded(node: Node) -> Node | None:
@@ -87,11 +86,9 @@ def _unpadded(node: Node) -> Node | None:
     return None
 
 
-def _is_padding(node: object) -> bool:
-    """Return whether `node` is memory filled with one number, or uninitialised memory."""
-    assert isinstance(node, Node)
-    source = walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM))
-    return has_trait(source, Trait.FILL, Trait.FILL_LIKE, Trait.EMPTY)
+def _is_padding(node: Any) -> bool:
+    """Return whether `node` is new memory, or a view of it."""
+    return is_new_memory(walk.origin(node, passes=lambda step: is_view(step) and not has_trait(step, Trait.ITEM)))
 
 
 def id_source(node: Node) -> Node | None:
@@ -107,6 +104,12 @@ def id_source(node: Node) -> Node | None:
     return _node(node.args[0]) if is_arithmetic else None
 
 
+def router_scores(ids: Node) -> Node | None:
+    """Return the scores [tokens, experts] from which torch.topk chose `ids`, or None."""
+    choice = ids.args[0] if has_trait(ids, Trait.ITEM) else None
+    return choice.all_input_nodes[0] if isinstance(choice, Node) and is_call(choice, aten.topk.default) else None
+
+
 def _is_scalar_constant(argument: object) -> bool:
     return is_call(argument, aten.scalar_tensor.default, aten.full.default) or isinstance(argument, (int, float))
 
@@ -117,40 +120,27 @@ def _node(argument: object) -> Node | None:
 
 def sort_key(match: BlockMatch) -> Node:
     """Return the ids by which the rows are sorted, found from the row indices or the offsets of the GEMMs."""
+
+    def is_index(used: Node) -> bool:
+        # Counts may be floats (histc), cast from ids.
+        return not is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
+
     first = match.gemms[0]
-    for start in (*_row_indices(first.activations), first.key):
-        for node in _indices_before(start):
-            if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
-                key = node.args[0]
-                assert isinstance(key, Node)
-                return key
+    lookups = (rows for rows in _rows_before(first.activations) if is_call(rows, *_ROW_LOOKUPS))
+    indices = (used for lookup in lookups for used in lookup.all_input_nodes[1:] if not is_float(used))
+    for start in (*indices, first.key):
+        # A router may sort scores; what they come from is not followed.
+        for node in walk.ancestors(start, follow=is_index, stop=_sorts_scores, most=MOST_NODES):
+            if has_trait(node, Trait.SORT) and not _sorts_scores(node):
+                return node.all_input_nodes[0]
     raise NotThisForm(
         f"the rows of {named(first.node)} are not sorted by expert; expected torch.sort or argsort of expert ids "
         "before its lookup of rows"
     )
 
 
-def _row_indices(rows: Node) -> Iterator[Node]:
-    """Yield the indices with which the rows of a block were looked up, those of the last lookup first."""
-    node: Node | None = rows
-    while node is not None:
-        if is_call(node, aten.index.Tensor, aten.index_select.default):
-            yield from (used for used in node.all_input_nodes[1:] if not is_float(used))
-        node = row_source(node) or _unpadded(node)
-
-
-def _indices_before(start: Node) -> Iterator[Node]:
-    """Yield the ancestors of indices or counts, nearest first, but not beyond the scores from which a router chose."""
-
-    def is_index(used: Node) -> bool:
-        # Counts may be floats (histc), cast from ids.
-        return not is_float(used) or has_trait(used, Trait.CAST) or is_call(used, aten.histc.default)
-
-    def sorts_scores(node: Node) -> bool:
-        return has_trait(node, Trait.SORT) and is_float(node.args[0])
-
-    before = walk.ancestors(start, follow=is_index, stop=sorts_scores, most=MOST_NODES)
-    return (node for node in before if not sorts_scores(node))
+def _sorts_scores(node: Node) -> bool:
+    return has_trait(node, Trait.SORT) and is_float(node.args[0])
 
 
 def row_weights(match: BlockMatch) -> Node:

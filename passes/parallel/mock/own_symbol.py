@@ -26,8 +26,7 @@ from moepass.passes.graph.nodes import fake_value, symbolic_sizes
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.walk import ancestors
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.match.routed_tokens import routed_tokens
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, routed_tokens
 from moepass.passes.parallel.mock.mock_run import SYMBOL_SIZES, MockBlock
 from moepass.passes.parallel.mock.small_copy import BlockCopier, SmallCopy
 from moepass.passes.parallel.mock.small_guess import Guess, SmallMock

@@ -14,8 +14,7 @@ from typing import Any
 
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ops.arguments import UNNAMED
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.match.routed_tokens import routed_tokens
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, routed_tokens
 from moepass.passes.parallel.mock.mock_run import MOST_ROWS, MockBlock, concrete
 from moepass.passes.parallel.mock.scenarios import SCENARIOS
 from moepass.passes.parallel.ranges.growing_sizes import END

@@ -55,16 +55,21 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
 
 
 def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
-    ranges = _ranges(mock, data)
+    ranges = ValueRanges(mock.block, data, mock.local.copied)
     failure: NotThisForm | ContractBroken | None = None
     try:
         for copy in small_copies(mock, data, check_run, MOST_PROOF_BYTES):
             try:
-                return _prove(copy.mock, _ranges(copy.mock, copy.data))
+                return _prove(copy.mock, ValueRanges(copy.mock.block, copy.data, copy.mock.local.copied))
             except (NotThisForm, ContractBroken) as error:
                 failure = failure or error
     except NoSmallCopy as error:
-        _check_room(mock, error)
+        needed = run_bytes(mock, Scale())
+        if needed > MOST_PROOF_BYTES:
+            raise NotThisForm(
+                f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are "
+                f"allowed, and a smaller copy of it cannot be made: {error}"
+            ) from error
         return _prove(mock, ranges)
     except ContractBroken as error:
         raise failure or error from None
@@ -72,24 +77,10 @@ def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
     raise failure
 
 
-def _ranges(mock: MockBlock, data: set[Node]) -> ValueRanges:
-    return ValueRanges(mock.block, data, mock.local.copied)
-
-
 def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
     for seed, scenario in enumerate((*SCENARIOS, *_with_every_id(mock))):
         check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
     ranges.check()
-
-
-def _check_room(mock: MockBlock, reason: NoSmallCopy) -> None:
-    """Raise NotThisForm if the captured block is too large to run."""
-    needed = run_bytes(mock, Scale())
-    if needed > MOST_PROOF_BYTES:
-        raise NotThisForm(
-            f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are allowed, "
-            f"and a smaller copy of it cannot be made: {reason}"
-        )
 
 
 def _with_every_id(mock: MockBlock) -> Iterator[Scenario]:

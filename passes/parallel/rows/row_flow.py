@@ -63,9 +63,8 @@ class RowFlow:
 def flow_in_block(local: LocalForm) -> RowFlow:
     """Follow the rows through the block's activation function. Raises NotThisForm."""
     nodes = [node for node in local.block.region if node in local.copied or node in local.unmasked]
-    return _Walk(local.starts, local.unmasked, {}, local.sizes).follow(
-        nodes, [local.block.down.activations, *([local.end] if local.weighting else [])]
-    )
+    results = [local.block.down.activations, *([local.end] if local.weighting else [])]
+    return _Walk(local.starts, local.unmasked, {}, local.sizes).follow(nodes, results)
 
 
 def flow_in_local_form(local: LocalForm) -> RowFlow:
@@ -117,8 +116,7 @@ class _Walk(RowRules):
             if node not in self._layouts:
                 self._step(node)
         for result in results:
-            layout = self._layout(result)
-            if not layout.is_by_row:
+            if not self._layout(result).is_by_row:
                 self._refuse(result, "does not give the next GEMM one row for each row")
         for node, (places, readers) in self._made.items():
             if readers == set(node.users):
@@ -138,8 +136,7 @@ class _Walk(RowRules):
             self._constant(node)
             return
         self._layouts[node] = layouts = self.with_rows(node)
-        values = fake_value(node)
-        for layout, value in zip(several(layouts), several(values), strict=True):
+        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
             # One of several values may have an unknown layout, as long as nothing reads it.
             if layout is None and layouts is not None:
                 continue
@@ -178,36 +175,28 @@ class _Walk(RowRules):
     def _constant(self, node: Node) -> None:
         value = fake_value(node)
         by_element = has_trait(node, Trait.ELEMENTWISE, Trait.RESHAPE, Trait.EXPAND)
-        if not (by_element or has_trait(node, Trait.FILL, Trait.FILL_LIKE)):
-            grows = [used for used in (node, *node.all_input_nodes) if has_symbols(fake_value(used))]
-            if grows:
-                self._refuse(node, "computes with a constant that is as long as there are rows")
-        self._layouts[node] = (
-            tuple(no_rows(item.shape) if isinstance(item, torch.Tensor) else no_rows(()) for item in value)
-            if isinstance(value, (tuple, list))
-            else no_rows(value.shape)
-        )
+        is_filled = has_trait(node, Trait.FILL, Trait.FILL_LIKE)
+        grows = any(has_symbols(fake_value(used)) for used in (node, *node.all_input_nodes))
+        if grows and not by_element and not is_filled:
+            self._refuse(node, "computes with a constant that is as long as there are rows")
+        layouts = tuple(no_rows(getattr(item, "shape", ())) for item in several(value))
+        self._layouts[node] = layouts if isinstance(value, (tuple, list)) else layouts[0]
         tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
-        if has_trait(node, Trait.FILL, Trait.FILL_LIKE) or (
-            by_element and all(self._is_uniform(used) for used in tensors)
-        ):
+        if is_filled or (by_element and all(map(self._is_uniform, tensors))):
             self._uniform.add(node)
 
     def _masked(self, node: Node) -> Layout:
         """Return the layout of a mask that the local form omits."""
         source = self._unmasked[node]
         layout = self._layout(source)
-        condition = node.args[1] if is_call(node, aten.masked_fill.Scalar) else node.args[0]
+        arguments = named_arguments(node)
+        condition = arguments["mask" if is_call(node, aten.masked_fill.Scalar) else "condition"]
         fills = [value for value in node.args if isinstance(value, Node) and value not in (source, condition)]
-        shape = fake_value(condition).shape  # type: ignore[arg-type]
-        by_row = len(shape) in (0, len(layout.dimensions)) and all(
-            is_flat(condition, dim)  # type: ignore[arg-type]
-            for dim in range(1, len(shape))
-        )
+        dims = fake_value(condition).dim()
+        by_row = dims in (0, len(layout.dimensions)) and all(is_flat(condition, dim) for dim in range(1, dims))
         if not by_row or not layout.is_by_row or not fits(layout, fake_value(node)):
             self._refuse(node, "masks something other than whole rows [rows, features]")
         for fill in fills:
-            dims = range(fake_value(fill).dim())
-            if not has_trait(fill, Trait.FILL) and not all(is_flat(fill, dim) for dim in dims):
+            if not has_trait(fill, Trait.FILL) and not all(is_flat(fill, dim) for dim in range(fake_value(fill).dim())):
                 self._refuse(node, "replaces the rows that it masks by more than one number")
         return layout

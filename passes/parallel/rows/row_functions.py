@@ -42,7 +42,7 @@ class RowFunctions:
     masks: Mapping[Node, Node]
     counts: Mapping[Node, Node]
     constants: frozenset[Node]
-    outputs: frozenset[Node] = frozenset()
+    outputs: frozenset[Node]
 
     def replaces(self, node: Node) -> bool:
         """Return whether mock runs replace the value of `node` by one of another shape."""
@@ -55,24 +55,24 @@ def row_functions(local: LocalForm) -> RowFunctions:
     counts: dict[Node, Node] = {}
     constants: set[Node] = set()
     numbers = {node: number for number, node in enumerate(local.block.region)}
-    in_block = ((node, node) for node in local.block.region if node in local.copied)
     of_block, of_local_form = flow_in_block(local), flow_in_local_form(local)
     check_equal_flow(of_block, of_local_form, local.copies)
-    for flow, nodes in ((of_block, in_block), (of_local_form, iter(local.copies.items()))):
-        for node, origin in nodes:
-            operands = tuple(used for used in nodes_in((node.args, node.kwargs)) if flow.has_rows(used))
-            if flow.has_rows(node):
-                calls[node] = (numbers[origin], operands)
-            elif _counts_rows(node, flow):
-                counts[node] = operands[0]
-            else:
-                constants.add(node)
+    nodes = [(node, node, of_block) for node in local.block.region if node in local.copied]
+    nodes += ((copy, node, of_local_form) for copy, node in local.copies.items())
+    for node, origin, flow in nodes:
+        operands = tuple(used for used in nodes_in((node.args, node.kwargs)) if flow.has_rows(used))
+        if flow.has_rows(node):
+            calls[node] = (numbers[origin], operands)
+        elif _counts_rows(node, flow):
+            counts[node] = operands[0]
+        else:
+            constants.add(node)
     # A mask directly on the results of a GEMM is not replaced in mock runs.
-    masks = {node: source for node, source in local.unmasked.items() if source in calls}
-    for node in local.block.region:
-        if local.unmasked.get(node) in masks:
-            masks[node] = local.unmasked[node]
-    outputs = {node for node in calls if node in local.weighting or local.copies.get(node) in local.weighting}
+    masks: dict[Node, Node] = {}
+    for node, source in sorted(local.unmasked.items()):
+        if source in calls or source in masks:
+            masks[node] = source
+    outputs = {node for node in calls if local.copies.get(node, node) in local.weighting}
     return RowFunctions(calls, masks, counts, frozenset(constants), frozenset(outputs))
 
 

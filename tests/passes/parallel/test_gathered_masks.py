@@ -111,7 +111,7 @@ def _looked_up(module: GraphModule) -> GraphModule:
     changed = copy_graph_module(module)
     lookups, reasons = replace_gathered_masks(changed.graph, ())
     assert reasons == {}
-    assert [lookup.gather in changed.graph.nodes for lookup in lookups] == [True]
+    assert [gather in changed.graph.nodes for gather in lookups] == [True]
     assert not any(map(_is_mask, changed.graph.nodes))
     changed.graph.lint()
     changed.recompile()
@@ -193,7 +193,7 @@ def test_other_selections_are_unchanged(name: str) -> None:
     before = [(node.name, node.target) for node in changed.graph.nodes]
     lookups, reasons = replace_gathered_masks(changed.graph, ())
     ((node, reason),) = reasons.items()
-    assert lookups == []
+    assert lookups == {}
     assert _is_mask(node)
     assert said in reason
     assert [(node.name, node.target) for node in changed.graph.nodes] == before
@@ -226,7 +226,7 @@ def test_gathers_are_removed_unless_masks_have_other_readers(is_read: bool) -> N
         if collective is not None
     ]
     if is_read:
-        assert lookups == []
+        assert lookups == {}
         (reason,) = reasons.values()
         assert "is also read by" in reason
         assert gathered == [EXPERTS, EXPERTS]
@@ -278,4 +278,4 @@ def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
 def test_masks_of_refused_blocks_are_unchanged() -> None:
     module = copy_graph_module(captured_ranks(whole, masked, _columns)[0].module)
     (mask,) = filter(_is_mask, module.graph.nodes)
-    assert replace_gathered_masks(module.graph, {mask.name}) == ([], {})
+    assert replace_gathered_masks(module.graph, {mask.name}) == ({}, {})
