@@ -2,7 +2,7 @@
 
 Triton's kernels are interpreted where there is no GPU.
 
-`@pytest.mark.covering(strength)`: of all combinations of a test's parameters, only so many run that every value occurs
+`@pytest.mark.covering(strength)`: of all combinations of a test's parameters, a few run that contain every value
 (strength 1), or every pair of values of two parameters (strength 2).
 `@pytest.mark.sampled(every=N)`: the fast tests take one in N combinations that run, the others are slow.
 """
@@ -40,7 +40,7 @@ settings.load_profile("moepass")
 
 torch.set_num_threads(1)
 
-# Imports and compilations allocate so many objects that Python's default of 700 costs a seventh of their time.
+# [Empirical] With Python's default of 700, collections take a seventh of the time of imports and compilations.
 gc.set_threshold(20_000)
 
 # A shell that runs tests in the background ignores SIGINT, and so would the processes that the tests start.

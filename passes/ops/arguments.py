@@ -127,7 +127,7 @@ def replace_numbers(node: Node, replace: Callable[[str, int, int], Any]) -> tupl
 
 
 def dims_along(node: Node, rank: int) -> list[int] | None:
-    """Return the `dim` or `dims` along which `node` acts, as dimensions of `rank`; None if it has none of both."""
+    """Return the `dim` or `dims` along which `node` acts, as dimensions of `rank`; None if it has neither."""
     arguments = all_arguments(node)
     dims = arguments.get("dim", arguments.get("dims"))
     if dims is None or dims == []:

@@ -22,8 +22,8 @@ def walk(
 ) -> Iterator[T]:
     """Yield `starts` and everything that `neighbours` reaches from them, each once, nearest first.
 
-    The walk meets only neighbours for which `follow` is True, and ends without a sign after `most` nodes. It calls
-    `neighbours` of a node after it has yielded the node.
+    The walk meets only neighbours for which `follow` is True, and at most `most` nodes. It calls `neighbours`
+    of a node after it has yielded the node.
     """
     seen = dict.fromkeys(starts)
     pending = deque(seen)

@@ -46,7 +46,7 @@ def download(nest: _Nest) -> _Nest:
 
 
 def as_graph_inputs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return uploaded `tensors`, each in memory of its own: compiled graphs are guarded by offsets into memory."""
+    """Return uploaded `tensors`, each in separate memory: compiled graphs are guarded by offsets into memory."""
     return [tensor if tensor.device.type == "cpu" else tensor.clone() for tensor in tensors]
 
 

@@ -261,7 +261,7 @@ class LocalForm(BlockWriter):
         return result
 
     def _replacement(self, node: Node) -> int | Node | None:
-        """Return what stands for `node` in the local form, or None if it is not written yet."""
+        """Return the replacement of `node` in the local form, or None if it is not written yet."""
         while node in self.unmasked:
             node = self.unmasked[node]
         return node if node.op == "get_attr" else self.sizes.get(node, self._values.get(node))

@@ -129,7 +129,7 @@ def sort_key(match: BlockMatch) -> Node:
     lookups = (rows for rows in _rows_before(first.activations) if is_call(rows, *_ROW_LOOKUPS))
     indices = (used for lookup in lookups for used in lookup.all_input_nodes[1:] if not is_float(used))
     for start in (*indices, first.key):
-        # A router may sort scores; what they come from is not followed.
+        # A router may sort scores; the walk does not continue to their sources.
         for node in walk.ancestors(start, follow=is_index, stop=_sorts_scores, most=MOST_NODES):
             if has_trait(node, Trait.SORT) and not _sorts_scores(node):
                 return node.all_input_nodes[0]

@@ -27,8 +27,7 @@ BATCHED_TOKENS = 32
 _FILLED = range(4, BATCHED_TOKENS + 1, 4)
 
 # Layers share calls if the past and the bytes of a token are equal, and parts if the past and the FLOPs of a pair are.
-_CallsKey = tuple[VisiblePast, int]
-_PartsKey = tuple[VisiblePast, int]
+_LayersKey = tuple[VisiblePast, int]
 
 
 class OwnBatch(NamedTuple):
@@ -104,10 +103,12 @@ class RunningStep:
         self.stored_blocks, self.stored_positions = stored
         self._prepared = {key: self._with_masks(prepared) for key, prepared in parts.items()}
 
-    def _parts_of_layers(self) -> tuple[dict[_CallsKey, tuple[VarlenCall, ...] | None], dict[_PartsKey, PreparedParts]]:
+    def _parts_of_layers(
+        self,
+    ) -> tuple[dict[_LayersKey, tuple[VarlenCall, ...] | None], dict[_LayersKey, PreparedParts]]:
         """Return the calls and the parts, on the CPU, that the layers will ask for; none if the step runs on a CPU."""
-        calls: dict[_CallsKey, tuple[VarlenCall, ...] | None] = {}
-        parts: dict[_PartsKey, PreparedParts] = {}
+        calls: dict[_LayersKey, tuple[VarlenCall, ...] | None] = {}
+        parts: dict[_LayersKey, PreparedParts] = {}
         if self.device.type == "cpu":
             return calls, parts
         for layer in self.layers.values():
@@ -117,9 +118,9 @@ class RunningStep:
                 calls[calls_key] = varlen_calls(self.step, *calls_key)
             if takes_calls and calls[calls_key] is not None:
                 continue
-            key = (layer.past, score_flops(1, layer.heads, layer.shape.key_dim, layer.shape.value_dim))
-            if key not in parts:
-                parts[key] = self._host_parts(*key)
+            parts_key = _parts_key(layer)
+            if parts_key not in parts:
+                parts[parts_key] = self._host_parts(*parts_key)
         return calls, parts
 
     def layer(self, number: int) -> AttentionLayer:
@@ -131,9 +132,9 @@ class RunningStep:
             )
         return self.layers[number]
 
-    def prepared(self, past: VisiblePast, pair_flops: int) -> PreparedParts:
-        """Return the parts for layers in which tokens see `past`. On a CPU they are computed on the first call."""
-        key = (past, pair_flops)
+    def prepared(self, layer: AttentionLayer) -> PreparedParts:
+        """Return the parts for `layer`. On a CPU they are computed on the first call."""
+        key = _parts_key(layer)
         if key not in self._prepared:
             self._prepared[key] = self._with_masks(upload(self._host_parts(*key), self.device))
         return self._prepared[key]
@@ -207,8 +208,12 @@ def _batch(parts: list[OwnPart], filled: int) -> OwnBatch:
     )
 
 
-def _calls_key(layer: AttentionLayer) -> _CallsKey:
+def _calls_key(layer: AttentionLayer) -> _LayersKey:
     return layer.past, block_bytes((layer.shape,)) // BLOCK_TOKENS
+
+
+def _parts_key(layer: AttentionLayer) -> _LayersKey:
+    return layer.past, score_flops(1, layer.heads, layer.shape.key_dim, layer.shape.value_dim)
 
 
 def _tensor(numbers: Indices) -> torch.Tensor:

@@ -10,7 +10,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moepass.models.errors import InputError
-from moepass.models.formulas.attention import score_flops
 from moepass.runtime.serving.attention.last_layer import attended_before, keep_attended
 from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
 from moepass.runtime.serving.attention.running_step import RunningStep, the_running_step
@@ -78,9 +77,9 @@ def _over_parts(
     scaling: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, heads, tokens, key_dim = query.shape
+    _, heads, tokens, _ = query.shape
     value_dim = value.shape[-1]
-    prepared = step.prepared(attention_layer.past, score_flops(1, heads, key_dim, value_dim))
+    prepared = step.prepared(attention_layer)
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
     log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
     for own_batch in prepared.own:

@@ -39,23 +39,23 @@ def _ring(slots: int) -> Ring:
     return ring
 
 
+def _check(wrong: list[str], tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
+    if not holds(tensors, bank):
+        wrong.append(bank.spec.name)
+
+
 def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> list[str]:
     """Run a ring over the banks `runs` in that `order`; return the banks that were read wrong.
 
     If the order differs from the times before, slots were filled ahead with the wrong banks.
     """
     wrong: list[str] = []
-
-    def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
-        if not holds(tensors, bank):
-            wrong.append(bank.spec.name)
-
     with FakeCuda(random.Random(seed)).installed() as cuda:
         ring = _ring(slots)
         for number in order:
             run = number % len(runs)
             banks = [BANKS[index] for index in runs[run]]
-            run_banks(ring, run, banks, slots, lambda *read: cuda.issue(functools.partial(check, *read)))
+            run_banks(ring, run, banks, slots, lambda *read: cuda.issue(functools.partial(_check, wrong, *read)))
         cuda.finish()
         del ring
     return wrong
@@ -106,11 +106,6 @@ def _wrong_reads_of_changed_banks(seed: int, slots: int, runs: list[tuple[int, l
     """Run a ring on one of two streams after some banks have changed there; return how many were read wrong."""
     banks = [small_bank(index) for index in range(4)]
     wrong: list[str] = []
-
-    def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
-        if not holds(tensors, bank):
-            wrong.append(bank.spec.name)
-
     with FakeCuda(random.Random(seed)).installed() as cuda:
         ring = _ring(slots)
         streams = [cuda.compute, cuda.stream()]
@@ -120,7 +115,7 @@ def _wrong_reads_of_changed_banks(seed: int, slots: int, runs: list[tuple[int, l
                     streams[number].wait_stream(streams[1 - number])
                 for tensor in (tensor for index in changed for tensor in banks[index].views(banks[index].shard)):
                     tensor.mul_(3)
-                run_banks(ring, 0, banks, slots, lambda *read: cuda.issue(functools.partial(check, *read)))
+                run_banks(ring, 0, banks, slots, lambda *read: cuda.issue(functools.partial(_check, wrong, *read)))
         cuda.finish()
         del ring
     return len(wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,13 @@ def test_the_warm_up_for_a_gpu_compiles_the_tiles_of_every_step(
     monkeypatch.setattr(engine, "step", recorded)
     warm_up(engine, sizes_double=True)
 
-    every = range(1, max(warm) + 1)
-    assert {rows_bucket(tokens * top_k, experts) for tokens in every} == {
-        rows_bucket(tokens * top_k, experts) for tokens in warm
-    }
-    # The rows from which an expert has larger tiles by default, on an H100.
-    for rows in (24, 192):
-        assert len({tokens * top_k >= rows * experts for tokens in every}) == len(
-            {tokens * top_k >= rows * experts for tokens in warm}
-        )
+    def tiles(steps: Iterable[int]) -> tuple[set[int], set[bool], set[bool]]:
+        rows = [tokens * top_k for tokens in steps]
+        # From 24 and 192 rows on, an expert has larger tiles by default on an H100.
+        few, many = ({count >= least * experts for count in rows} for least in (24, 192))
+        return {rows_bucket(count, experts) for count in rows}, few, many
+
+    assert tiles(range(1, max(warm) + 1)) == tiles(warm)
     assert max(warm) > 0.7 * full_step_tokens
 
 
