@@ -25,6 +25,10 @@ from moepass.runtime.system.joint_copies import upload
 BATCHED_TOKENS = 32
 # [Empirical] Lengths to which the parts of a batch are padded. Coarser steps are not faster and compute more.
 _FILLED = range(4, BATCHED_TOKENS + 1, 4)
+# Limit of the rows of a batch, padding included, which bounds its copies of queries, keys and values.
+BATCH_ROWS = 4096
+# Limit of the bytes of masks that are held for a step. Further masks are computed for each layer.
+HELD_MASK_BYTES = 64 << 20
 
 # Layers share calls if the past and the bytes of a token are equal, and parts if the past and the FLOPs of a pair are.
 _LayersKey = tuple[VisiblePast, int]
@@ -40,8 +44,8 @@ class OwnBatch(NamedTuple):
         is_token: [b, n] whether a row is no padding; None for causal attention and slices.
         result_indices: indices of the results that belong to tokens, among the b · n results; None for all.
         positions: positions in the stream of these results.
-        keys: a slice that begins before `rows`; None if keys and queries are the same tokens. With it, the mask is
-            computed for each layer, because the masks of all such parts would take too much memory.
+        keys: a slice that ends with `rows`; None if keys and queries are the same tokens. With it, the mask is computed
+            for each layer, because the masks of all such parts would take too much memory.
     """
 
     rows: slice | torch.Tensor
@@ -152,7 +156,9 @@ class RunningStep:
         for (size, is_causal), same_size in batches.items():
             first, rows = same_size[0], slice(same_size[0].start, same_size[0].end)
             if len(same_size) > 1:
-                own_batches.append(_batch(same_size, size))
+                parts_at_once = BATCH_ROWS // size
+                batched = range(0, len(same_size), parts_at_once)
+                own_batches += [_batch(same_size[number : number + parts_at_once], size) for number in batched]
             elif first.before:
                 own_batches.append(OwnBatch(rows, is_causal, keys=slice(first.start - first.before, first.end)))
             else:
@@ -160,10 +166,16 @@ class RunningStep:
         return PreparedParts(tuple(own_batches), parts.earlier, _tensor(past.first_seen(self.step.depth)))
 
     def _with_masks(self, parts: PreparedParts) -> PreparedParts:
+        held_bytes = 0
+
         def with_mask(batch: OwnBatch) -> OwnBatch:
+            nonlocal held_bytes
             if batch.is_causal or batch.keys is not None:
                 return batch
             if isinstance(batch.rows, slice):
+                held_bytes += 4 * (batch.rows.stop - batch.rows.start) ** 2
+                if held_bytes > HELD_MASK_BYTES:
+                    return batch._replace(keys=batch.rows)
                 return batch._replace(mask=self.mask_between(batch.rows, batch.rows, parts.first_seen))
             assert batch.is_token is not None
             are_tokens = batch.is_token[:, None] & batch.is_token[:, :, None]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moepass.models.errors import InputError
 from moepass.runtime.serving.attention.last_layer import attended_before, keep_attended
 from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
-from moepass.runtime.serving.attention.running_step import RunningStep, the_running_step
+from moepass.runtime.serving.attention.running_step import OwnBatch, RunningStep, the_running_step
 from moepass.runtime.serving.attention.survey import AttentionLayer, attention_arguments
+from moepass.runtime.serving.attention.trie_parts import EarlierPart
 from moepass.runtime.serving.attention.varlen_attention import takes_varlen, varlen_over_calls
 
 TRIE_ATTENTION_NAME = "moepass_trie"
@@ -82,7 +86,9 @@ def _over_parts(
     prepared = step.prepared(attention_layer)
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
     log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
-    for own_batch in prepared.own:
+
+    # The tensors of a part are freed when its function returns, before those of the next part are made.
+    def add_own(own_batch: OwnBatch) -> None:
         rows = own_batch.rows
         if isinstance(rows, slice):
             queries, keys, values = query[:, :, rows], key[:, :, rows], value[:, :, rows]
@@ -100,14 +106,20 @@ def _over_parts(
             token_results = own_output.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
             output[0].transpose(0, 1)[own_batch.positions] = token_results.float()
             log_sum_exp[0].T[own_batch.positions] = sums.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
-    context, all_keys, all_values, depth = -1, key, value, step.depth
-    for earlier in prepared.earlier:  # parts over one chain of cached blocks are adjacent, behind those of the stream
-        if earlier.context != context:
+
+    def add_chain(context: int, parts: Iterable[EarlierPart]) -> None:
+        all_keys, all_values, depth = key, value, step.depth
+        if context >= 0:
             assert step.memory is not None
-            context = earlier.context
             cached = step.memory.read(attention_layer.cache_index, step.contexts[context])
             all_keys, all_values = (tensor.transpose(0, 1)[None] for tensor in cached)
             depth = torch.arange(all_keys.shape[2], device=key.device)
+        for earlier in parts:
+            add_earlier(earlier, all_keys, all_values, depth)
+
+    def add_earlier(
+        earlier: EarlierPart, all_keys: torch.Tensor, all_values: torch.Tensor, depth: torch.Tensor
+    ) -> None:
         rows, columns = slice(earlier.start, earlier.end), slice(earlier.key_start, earlier.key_end)
         mask = None
         if not earlier.sees_all:
@@ -115,6 +127,12 @@ def _over_parts(
         keys, values = all_keys[:, :, columns], all_values[:, :, columns]
         with_earlier = partial_attention(query[:, :, rows], keys, values, scaling, softcap, False, mask)
         merge_into(output[:, :, rows], log_sum_exp[:, :, rows], with_earlier)
+
+    for own_batch in prepared.own:
+        add_own(own_batch)
+    # Parts over one chain of cached blocks are adjacent, behind those of the stream.
+    for context, parts in itertools.groupby(prepared.earlier, key=operator.attrgetter("context")):
+        add_chain(context, parts)
     return output, log_sum_exp
 
 

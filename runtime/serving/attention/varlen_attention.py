@@ -37,7 +37,7 @@ MOST_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 _NEEDED = ("enable_gqa", "num_splits", "return_aux", "scale", "window_size")
 
-# Limit of the bytes of keys and values that one call of a layer with a window gathers.
+# Limit of the bytes of keys and values that one call over a window, or over cached blocks, gathers.
 GATHERED_BYTES = 512 << 20
 
 # Sizes of a window as the kernel takes them: the keys before and after the query's own key, -1 for all.
@@ -115,15 +115,17 @@ def varlen_calls(step: StepBatch, past: VisiblePast, token_bytes: int) -> tuple[
     context_slots = [
         (np.array(chain, np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).ravel() for chain in step.contexts
     ]
+    most_keys = max(1, GATHERED_BYTES // token_bytes)
     if past.window and not past.chunk:
-        return tuple(_windowed_calls(step, past.window, context_slots, max(1, GATHERED_BYTES // token_bytes)))
+        return tuple(_windowed_calls(step, past.window, context_slots, most_keys))
     parts = trie_parts(step.nodes, step.depth, context_tokens, past, parts_are_free=True)
     if not all(own_part.is_causal for own_part in parts.own) or not all(part.sees_all for part in parts.earlier):
         return None
-    return tuple(_level_calls(parts, step.count, context_slots))
+    return tuple(_level_calls(parts, step.count, context_slots, most_keys))
 
 
-def _level_calls(parts: TrieParts, tokens: int, context_slots: list[Indices]) -> list[VarlenCall]:
+def _level_calls(parts: TrieParts, tokens: int, context_slots: list[Indices], most_keys: int) -> list[VarlenCall]:
+    """Return the calls of all levels. A call gathers at most `most_keys` cached keys, or those of a single part."""
     own = np.diff([0, *sorted(own_part.end for own_part in parts.own)])
     calls = [_call(slice(0, tokens), own, None, own, _CAUSAL)]
     levels: list[list[EarlierPart]] = []
@@ -138,9 +140,13 @@ def _level_calls(parts: TrieParts, tokens: int, context_slots: list[Indices]) ->
         keys = [np.arange(earlier.key_start, earlier.key_end) for earlier in level_parts]
         calls.append(_earlier_call(level_parts, _lengths(keys), keys=np.concatenate(keys)))
     # A token follows at most one chain of cached blocks.
-    if cached := [earlier for earlier in parts.earlier if earlier.context >= 0]:
-        slots = [context_slots[earlier.context][earlier.key_start : earlier.key_end] for earlier in cached]
-        calls.append(_earlier_call(cached, _lengths(slots), slots=np.concatenate(slots)))
+    cached = [earlier for earlier in parts.earlier if earlier.context >= 0]
+    while cached:
+        ends = np.cumsum([earlier.key_end - earlier.key_start for earlier in cached])
+        count = max(1, int(np.searchsorted(ends, most_keys, side="right")))
+        together, cached = cached[:count], cached[count:]
+        slots = [context_slots[earlier.context][earlier.key_start : earlier.key_end] for earlier in together]
+        calls.append(_earlier_call(together, _lengths(slots), slots=np.concatenate(slots)))
     return calls
 
 
@@ -252,7 +258,8 @@ def varlen_over_calls(
         call_keys[call.slot_rows], call_values[call.slot_rows] = cached_keys, cached_values
         return call_keys, call_values
 
-    for call in calls:
+    # The tensors of a call are freed when the function returns, before those of the next call are made.
+    def add(call: VarlenCall) -> None:
         rows = call.queries
         call_keys, call_values = keys_and_values(call)
         partial = _varlen(queries[rows], call_keys, call_values, call, scaling)
@@ -262,6 +269,9 @@ def varlen_over_calls(
             merged, merged_sums = output[rows], log_sum_exp[rows]
             merge_into(merged, merged_sums, partial)
             output[rows], log_sum_exp[rows] = merged, merged_sums
+
+    for call in calls:
+        add(call)
     return output[..., :value_dim].transpose(0, 1)[None], log_sum_exp.T[None]
 
 

@@ -81,13 +81,12 @@ def score_tokens(
     scores = ScoresOnDevice([], [], [], [])
     all_top_rows = np.flatnonzero(wanted.top)
     pair_rows, pair_tokens, top_rows = indices
-    logits_bytes = LOGITS_BYTES if states.device.type == "cpu" else LOGITS_BYTES_ELSEWHERE
-    rows_at_once = max(1, logits_bytes // (4 * vocabulary))
-    for start in range(0, len(states), rows_at_once):
-        end = min(len(states), start + rows_at_once)
+
+    # The logits of a group are freed when the function returns, before those of the next group are computed.
+    def score(start: int, end: int) -> None:
         pairs, tops = (slice(*np.searchsorted(rows, (start, end)).tolist()) for rows in (wanted.rows, all_top_rows))
         if pairs.start == pairs.stop and tops.start == tops.stop:
-            continue  # only vectors are read
+            return  # only vectors are read
         logits = head(states[start:end]).float()
         log_totals = logits.logsumexp(-1)
         if pairs.start < pairs.stop:
@@ -99,7 +98,21 @@ def score_tokens(
             scores.top_rows.append(all_top_rows[tops])
             scores.top_tokens.append(best.indices)
             scores.top_log_probabilities.append(best.values - log_totals[rows, None])
+
+    rows_at_once = logits_rows(vocabulary, states.device.type)
+    for start in range(0, len(states), rows_at_once):
+        score(start, min(len(states), start + rows_at_once))
     return scores
+
+
+def logits_rows(vocabulary: int, device_type: str) -> int:
+    """Return the number of rows whose logits are computed at a time."""
+    return max(1, (LOGITS_BYTES if device_type == "cpu" else LOGITS_BYTES_ELSEWHERE) // (4 * vocabulary))
+
+
+def logits_bytes(rows: int, vocabulary: int, device_type: str) -> int:
+    """Return the bytes that the logits of `rows` rows take at once: in fp32, with a copy for their log-sum-exp."""
+    return 2 * 4 * min(rows, logits_rows(vocabulary, device_type)) * vocabulary
 
 
 def token_scores(scores: ScoresOnDevice, wanted: WantedScores) -> TokenScores:

@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import AuxRequest
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.attention import partial_attention, trie_attention, trie_parts, varlen_attention
+from moepass.runtime.serving.attention import running_step as running_step_module
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
 from moepass.runtime.serving.attention.survey import AttentionLayer, survey_attention
 from moepass.runtime.serving.attention.trie_attention import trie_attention_forward
@@ -126,6 +127,9 @@ def test_any_trie_gives_what_one_dense_mask_gives(case: Case) -> None:
         patch.setattr(partial_attention, "SCORE_BYTES", 1000)  # several blocks of queries
         patch.setattr(trie_parts, "MASK_NUMBERS", 300)
         patch.setattr(trie_parts, "LEAST_PIECE", 16)
+        # Several batches of parts, and masks that are computed for each layer.
+        patch.setattr(running_step_module, "BATCH_ROWS", 64)
+        patch.setattr(running_step_module, "HELD_MASK_BYTES", 500)
         _check(case)
 
 
