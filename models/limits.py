@@ -43,6 +43,9 @@ MOST_BATCH_SIZE = 1 << 16
 # The value of an option whose number each run chooses.
 AUTO = "auto"
 
+# The values of `experts_compute`: experts multiply in the model's dtype, or in FP8.
+MODEL, FP8 = "model", "fp8"
+
 # Open connections of clients at a server, by default.
 MOST_CONNECTIONS = 4096
 

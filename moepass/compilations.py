@@ -10,8 +10,8 @@ from typing import cast
 
 from moepass.models.errors import OptionError
 from moepass.models.homes import ADOPTED
-from moepass.models.limits import AUTO
-from moepass.options import FP8, Options
+from moepass.models.limits import AUTO, FP8
+from moepass.options import Options
 from moepass.passes.ir.activation_memory import LEAST_CHUNK_TOKENS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
@@ -78,7 +78,7 @@ def pass_context(options: Options, store: BankStore | None, resident: BankStore 
     """Return the context of the passes for any graph of a model, whose banks are in `store`.
 
     `resident` is the store of a model whose experts were not moved. Raises OptionError if chunk_tokens is "auto" and
-    the model has no memory budget.
+    the model has no memory budget, or if the model was placed for another `experts_compute`.
     """
     hardware, link_rate = options.hardware, options.adoption().link.bytes_per_s
     if hardware is not None and link_rate is not None:  # the link is emulated
@@ -91,6 +91,8 @@ def pass_context(options: Options, store: BankStore | None, resident: BankStore 
             "memory_budget to offload_experts or load_pretrained, or pass a number of tokens here"
         )
         raise OptionError(text, name="chunk_tokens", value=AUTO)
+    if planned is not None:
+        _check_experts_compute(options.experts_compute, planned)
     return PassContext(
         slots=store.slots if store else options.adoption().slots,
         disabled=frozenset(options.disable),
@@ -103,3 +105,21 @@ def pass_context(options: Options, store: BankStore | None, resident: BankStore 
         runs_by_expert=options.lower != EAGER,
         multiplies_in_fp8=options.experts_compute == FP8,
     )
+
+
+def _check_experts_compute(experts_compute: str, store: BankStore) -> None:
+    """Raise OptionError if the placement of the model fits no graph with this `experts_compute`."""
+    is_fp8, reason = experts_compute == FP8, ""
+    if store.multiplies_in_fp8 and not is_fp8:
+        reason = f"the model was placed for {FP8!r}, whose slots are too small for it; compile it with {FP8!r}"
+    elif is_fp8 and store.placed is not None and (resident := store.placed.decisions.resident_layers):
+        reason = (
+            f"the experts of layers {list(resident)} are resident, so they would compute in the model's dtype; pass "
+            f"experts_compute={FP8!r} to load_pretrained too, so that all layers stream"
+        )
+    if reason:
+        raise OptionError(
+            f"option experts_compute is {experts_compute!r}, but {reason}",
+            name="experts_compute",
+            value=experts_compute,
+        )

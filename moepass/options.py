@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from moepass.models.errors import OptionError
 from moepass.models.homes import ADOPTED
-from moepass.models.limits import MOST_WAIT_SECONDS
+from moepass.models.limits import FP8, MOST_WAIT_SECONDS
 from moepass.option_records import Count, check_names, option, read_options
 from moepass.passes.ir.segment import EAGER, TENSORRT
 from moepass.passes.machine.hardware import Hardware
@@ -23,8 +23,7 @@ from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.home_protocol import check_transport
 from moepass.runtime.transfer.link import parse_link
 
-# The value of `experts_compute` with which experts multiply in FP8, and the first compute capability that it is for.
-FP8 = "fp8"
+# The first compute capability on which experts multiply in FP8.
 _FP8_CAPABILITY = 9
 
 

@@ -30,22 +30,36 @@ class BankSizes:
         return self.link_bytes if self.is_encoded else 0
 
 
+class DecodedBankSizes(BankSizes):
+    """Bytes of a bank that is decoded into its slot even if it takes as many bytes there: into FP8 and its scales."""
+
+    @property
+    def is_encoded(self) -> bool:
+        """True for every size."""
+        return True
+
+
 def bank_sizes(experts: Experts, hidden: int, dtype: str, stored: WeightFormat | None = None) -> BankSizes:
     """Return the sizes of a bank whose experts are computed in `dtype`.
 
-    With `stored`, the bank rests and travels in the checkpoint's format. The slot holds the same bytes if kernels
-    compute in this format, else the weights in `dtype`.
+    With `stored`, the bank rests and travels in the checkpoint's format. The slot holds the stored values and their
+    scales in fp32 if kernels compute in this format, else the weights in `dtype`.
     """
     plain = bank_bytes(experts, hidden, dtype)
     if stored is None or EXPERTS not in stored.parts:
         return BankSizes(plain, plain, plain)
     # Biases are not quantised; they are in bf16 where matrices are in fp8.
     wide = "bf16" if dtype == "fp8" else dtype
-    matrices = sum(stored.matrix_bytes(rows, columns) for _, rows, columns in _expert_matrices(experts, hidden))
-    numbers = sum(rows * columns for _, rows, columns in _expert_matrices(experts, hidden))
-    biases = expert_parameters(experts, hidden) - numbers
-    nbytes = experts.count * (matrices + biases * element_bytes(wide))
-    return BankSizes(nbytes, nbytes, nbytes if stored.name == dtype else plain)
+    sizes = [(rows, columns) for _, rows, columns in _expert_matrices(experts, hidden)]
+    biases = expert_parameters(experts, hidden) - sum(rows * columns for rows, columns in sizes)
+
+    def nbytes(format: WeightFormat) -> int:
+        matrices = sum(format.matrix_bytes(rows, columns) for rows, columns in sizes)
+        return experts.count * (matrices + biases * element_bytes(wide))
+
+    if stored.name == dtype:
+        return DecodedBankSizes(nbytes(stored), nbytes(stored), nbytes(dataclasses.replace(stored, scale_bytes=4)))
+    return BankSizes(nbytes(stored), nbytes(stored), plain)
 
 
 def dense_bytes(architecture: Architecture, dtype: str, stored: WeightFormat | None = None) -> int:

@@ -23,20 +23,50 @@ class FormRange:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device: resident weights (shards and resident banks), slots with staging buffers, and activations.
+    """Bytes on one device, part by part. Only servers cache keys and values, and run steps over a trie.
 
-    `kv_bytes` counts cached keys and values.
+    Attributes:
+        resident_bytes: weights that stay on the device: dense weights, shards and resident banks
+        slot_bytes: slots, buffers from which encoded banks are decoded, and staging buffers
+        activation_bytes: activations of the layers of a step
+        kv_bytes: the cache of keys and values
+        attention_bytes: temporaries of attention over a trie, at the same time as the activations
+        logits_bytes: logits of a step and their scores, after its layers
     """
 
     resident_bytes: float
     slot_bytes: float
     activation_bytes: float
     kv_bytes: float = 0.0
+    attention_bytes: float = 0.0
+    logits_bytes: float = 0.0
+
+    @property
+    def step_bytes(self) -> float:
+        """The most bytes that a step takes at once: in its layers, or for its logits."""
+        return max(self.activation_bytes + self.attention_bytes, self.logits_bytes)
 
     @property
     def peak_bytes(self) -> float:
-        """Peak memory in bytes: the sum of weights, slots, activations, and cached keys and values."""
-        return self.resident_bytes + self.slot_bytes + self.activation_bytes + self.kv_bytes
+        """Peak memory in bytes: the sum of weights, slots, a step, and cached keys and values."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts of the sum, by name."""
+        return {
+            "weights": self.resident_bytes,
+            "slots": self.slot_bytes,
+            "step": self.step_bytes,
+            "cache": self.kv_bytes,
+        }
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {nbytes / 1e9:.3g}" for name, nbytes in self.parts.items())
+        return f"{self.peak_bytes / 1e9:.3g} GB ({parts})"
+
+
+NO_MEMORY = DeviceMemory(0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

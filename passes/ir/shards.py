@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from moepass.models.errors import InputError
+from moepass.models.layouts.published import FP8_BLOCKS
 from moepass.passes.ir.plan import BankSpec, TensorSpec, dtype_name
 
 # Tensors in a bank start at multiples of this, the largest alignment of vector loads and grouped GEMM kernels.
 ALIGNMENT_BYTES = 256
 # Rows and columns of a matrix that share a scale in a slot of FP8 weights: the blocks of published checkpoints.
 FP8_BLOCK = 128
+FP8_REQUEST = "experts_compute is 'fp8'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +150,22 @@ def slot_layout(bank: BankSpec) -> ShardLayout:
         (tensor.name, (tensor.shape[0] - fewest * (position in bank.in_parts), *tensor.shape[1:]), tensor.torch_dtype)
         for position, tensor in enumerate(bank.tensors)
     )
+
+
+def in_fp8(bank: BankSpec) -> BankSpec:
+    """Return `bank` with its matrices in FP8 in the slot. Raises InputError if it does not rest as blocks of FP8."""
+    if bank.format.decoder != FP8_BLOCKS:
+        rests = f"as {bank.format.decoder!r}" if bank.format.is_encoded else "unquantised"
+        raise InputError(
+            f"{FP8_REQUEST}, but the experts of {bank.name} rest {rests}; it needs a checkpoint whose experts are "
+            f"stored as {FP8_BLOCKS!r}, such as Qwen3's and DeepSeek's FP8 checkpoints, loaded with load_pretrained",
+            name=bank.name,
+            expected=FP8_BLOCKS,
+        )
+    matrices = (position for position, tensor in enumerate(bank.tensors) if len(tensor.shape) == 3)
+    bank = dataclasses.replace(bank, fp8=tuple(matrices))
+    format = dataclasses.replace(bank.format, slot_bytes=slot_layout(bank).nbytes)
+    return dataclasses.replace(bank, format=format)
 
 
 def _values_in_fp8(bank: BankSpec) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:

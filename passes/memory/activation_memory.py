@@ -38,11 +38,12 @@ def activation_memory(module: GraphModule, plan: Plan, context: PassContext) -> 
 
 
 def _room_bytes(context: PassContext) -> float | None:
-    """Return the budget without weights, resident banks and slots; None if runs choose no chunks."""
+    """Return the budget without everything but activations; None if runs choose no chunks."""
     if not context.chooses_chunks:
         return None
     assert context.placed is not None
     decisions = context.placed.decisions
     assert decisions.memory is not None
     assert decisions.memory_budget_bytes is not None
-    return decisions.memory_budget_bytes - (decisions.memory.peak_bytes - decisions.memory.activation_bytes)
+    memory = decisions.memory
+    return decisions.memory_budget_bytes - (memory.peak_bytes - memory.step_bytes) - memory.attention_bytes

@@ -22,17 +22,14 @@ from typing import cast
 from torch.fx import GraphModule, Node
 
 from moepass.models.errors import InputError
-from moepass.models.layouts.published import FP8_BLOCKS
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.segment import TRITON, Lowering
-from moepass.passes.ir.shards import slot_layout
+from moepass.passes.ir.shards import FP8_REQUEST, in_fp8
 from moepass.passes.ir.slot_operations import acquire, release
 from moepass.passes.ops.traits import Trait, has_trait, is_view
-
-_REQUEST = "experts_compute is 'fp8'"
 
 
 @graph_pass()
@@ -41,24 +38,9 @@ def fp8_slots(module: GraphModule, plan: Plan, context: PassContext) -> PassResu
     stays = {stay.bank for stay in plan.slot_stays}
     if not context.multiplies_in_fp8 or not stays:
         return PassResult(module, plan)
-    banks = tuple(_in_fp8(bank) if bank.index in stays else bank for bank in plan.banks)
+    banks = tuple(in_fp8(bank) if bank.index in stays else bank for bank in plan.banks)
     slot_bytes = max(bank.format.slot_bytes for bank in banks if bank.index in stays)
     return PassResult(module, dataclasses.replace(plan, banks=banks, slot_bytes=slot_bytes))
-
-
-def _in_fp8(bank: BankSpec) -> BankSpec:
-    if bank.format.decoder != FP8_BLOCKS:
-        rests = f"as {bank.format.decoder!r}" if bank.format.is_encoded else "unquantised"
-        raise InputError(
-            f"{_REQUEST}, but the experts of {bank.name} rest {rests}; it needs a checkpoint whose experts are stored "
-            f"as {FP8_BLOCKS!r}, such as Qwen3's and DeepSeek's FP8 checkpoints, loaded with load_pretrained",
-            name=bank.name,
-            expected=FP8_BLOCKS,
-        )
-    matrices = (position for position, tensor in enumerate(bank.tensors) if len(tensor.shape) == 3)
-    bank = dataclasses.replace(bank, fp8=tuple(matrices))
-    format = dataclasses.replace(bank.format, slot_bytes=slot_layout(bank).nbytes)
-    return dataclasses.replace(bank, format=format)
 
 
 def check_fp8_readers(module: GraphModule, plan: Plan, lowerings: Mapping[str, Lowering]) -> None:
@@ -67,7 +49,7 @@ def check_fp8_readers(module: GraphModule, plan: Plan, lowerings: Mapping[str, L
         if is_call(node, acquire) and (bank := plan.bank(cast("int", node.kwargs["bank"]))).fp8:
             for reader in _readers(node, bank):
                 if reason := _why_not_by_kernels(module, reader, node, bank, lowerings):
-                    raise InputError(f"{_REQUEST}, but the experts of {bank.name} cannot stay FP8: {reason}")
+                    raise InputError(f"{FP8_REQUEST}, but the experts of {bank.name} cannot stay FP8: {reason}")
 
 
 def _readers(tensors: Node, bank: BankSpec) -> Iterator[Node]:

@@ -20,7 +20,7 @@ from moepass.models.layouts.packed_floats import PackedFormula
 from moepass.passes.ir.bank_format import BankFormat, ring_bytes
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import parameter_places, shard_layout
+from moepass.passes.ir.shards import in_fp8, parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
 from moepass.runtime.banks.stored_bank import packed, stored_bank
 from moepass.runtime.kernels.decoders import decode_bank, naming_damage
@@ -137,6 +137,7 @@ class BankStore:
         slots: the requested number of slots; `ring_slots` may be smaller.
         number: the store's number in graphs, see `find_store`.
         placed: the planner's decisions when the banks were moved to their home; None if there was no plan.
+        multiplies_in_fp8: graphs keep expert matrices in FP8 in their slots. Eager mode decodes them.
         warns_of_uncompiled_calls: whether the first call of the uncompiled model logs a warning.
     """
 
@@ -144,6 +145,7 @@ class BankStore:
         self.device, self.slots, self.link, self.home = device, slots, link, home
         self.number = next(_store_numbers)
         self.placed: PlacedModel | None = None
+        self.multiplies_in_fp8 = False
         self.warns_of_uncompiled_calls = True
         self._banks: dict[int, Bank] = {}
         # None until a compiled graph needs a ring.
@@ -198,7 +200,8 @@ class BankStore:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that can hold any bank completely."""
-        return max((bank.spec.format.slot_bytes for bank in self.banks), default=0)
+        specs = (in_fp8(bank.spec) if self.multiplies_in_fp8 else bank.spec for bank in self.banks)
+        return max((spec.format.slot_bytes for spec in specs), default=0)
 
     @property
     def encoded_buffer_bytes(self) -> int:

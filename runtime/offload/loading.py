@@ -33,6 +33,7 @@ from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
+from moepass.models.limits import MODEL
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import keep_whole_model_store, resting_tensors, whole_model_store
@@ -79,6 +80,7 @@ def load_pretrained(
     memory_budget: str | float | None = None,
     hardware: str | os.PathLike[str] | Hardware | None = None,
     tokens: int | tuple[int, int] | None = None,
+    experts_compute: str = MODEL,
     dtype: torch.dtype | None = None,
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
@@ -110,6 +112,7 @@ def load_pretrained(
         memory_budget: see `offload_experts`.
         hardware: see `offload_experts`.
         tokens: see `offload_experts`.
+        experts_compute: see `offload_experts`.
         dtype: the dtype of the weights, by default the one in the checkpoint's config.
         experts_implementation: the implementation of experts in transformers.
         progress: a function of (bytes read, total bytes), called on each rank that passes one. By default a progress
@@ -122,7 +125,27 @@ def load_pretrained(
         PeerError: ranks have different checkpoints, fail or do not respond.
         And the errors of `offload_experts`.
     """
-    options = options_of(home)
+
+    def planning() -> PlanningOptions:
+        residents = Residents(resident_bytes, resident_layers)
+        return PlanningOptions(memory_budget, hardware, tokens, slots, residents, experts_compute)
+
+    return load_planned(path, options_of(home), device, planning, dtype, experts_implementation, progress)
+
+
+def load_planned(
+    path: str | Path,
+    options: HomeOptions,
+    device: torch.device | str | None,
+    planning: Callable[[], PlanningOptions],
+    dtype: torch.dtype | None = None,
+    experts_implementation: str = "grouped_mm",
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Return the model in the checkpoint folder `path`, see `load_pretrained`.
+
+    `planning` returns the planning options; the other ranks learn of its errors.
+    """
     _check_options(dtype, progress)
     meeting = (
         PeerGroup.of(options.group, options.timeout_s, _TITLE).rendezvous
@@ -132,12 +155,11 @@ def load_pretrained(
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
-            residents = Residents(resident_bytes, resident_layers)
-            planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
+            planned = planning()
             folder = checkpoints.resolve_model(path)
             unread_model = _UnreadModel(folder, *build_unread(folder, dtype, experts_implementation))
             compute_device = resolve_device(unread_model.model, device)
-            placement = place_experts(unread_model.model, planning, options, compute_device)
+            placement = place_experts(unread_model.model, planned, options, compute_device)
             unread_model.warn_of_decoded_experts()
             # Resident experts are read like dense weights.
             unread_model = dataclasses.replace(unread_model, resident=placement.resident)
@@ -147,7 +169,7 @@ def load_pretrained(
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             unread_model.files.on_read = on_read
             report = move_experts(
-                unread_model.model, options, make_packer(options, compute_device), compute_device, planning, placement
+                unread_model.model, options, make_packer(options, compute_device), compute_device, planned, placement
             )
             unread_model.files.close()  # dense weights must not keep the experts' pages mapped
             read_weights(unread_model.model, report.store.device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moepass.models.errors import InputError, OptionError
-from moepass.models.limits import AUTO
+from moepass.models.limits import AUTO, MODEL
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import (
@@ -159,6 +159,7 @@ def offload_experts(
     memory_budget: str | float | None = None,
     hardware: str | os.PathLike[str] | Hardware | None = None,
     tokens: int | tuple[int, int] | None = None,
+    experts_compute: str = MODEL,
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -187,6 +188,8 @@ def offload_experts(
             resident layers are spread evenly over the model.
         tokens: the tokens of a step to plan for: a number, or the number of sequences and the tokens of each.
             By default one sequence of 4096.
+        experts_compute: "fp8" for a model that is compiled with this option: slots take half of the bytes, and all
+            layers stream, because resident experts would compute in the model's dtype.
 
     Raises:
         OptionError: an unknown home, fewer than 1 slot, a wrong number of bytes, layers or tokens, or a memory budget
@@ -200,7 +203,7 @@ def offload_experts(
     """
     options = options_of(home)
     residents = Residents(resident_bytes, resident_layers)
-    planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
+    planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents, experts_compute)
     compute_device = resolve_device(model, device)
     if device is None or compute_device.type != "meta":
         _check_values(model)
@@ -249,7 +252,7 @@ def move_experts(
     if resident and not banks and planning.residents.is_given and options.home != "device":
         raise planning.residents.all_resident_error(len(resident))
     store = BankStore(device, placement.slots, parse_link(options.link), packer.home)
-    store.placed = placement.placed
+    store.placed, store.multiplies_in_fp8 = placement.placed, planning.multiplies_in_fp8
     if not banks:  # all experts fit into the memory budget
         keep_whole_model_store(expert_weights(model), store)
         return OffloadReport.of(store, resident)

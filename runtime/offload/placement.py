@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from moepass.models.formulas.expert_placement import largest_shard_bytes, smalle
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.formulas.stored_weights import BankSizes
 from moepass.models.homes import COLLECTIVE, home_named
-from moepass.models.limits import MOST_TOKENS, check_limit
+from moepass.models.limits import FP8, MODEL, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.planner_decisions import DeviceMemory
+from moepass.passes.ir.shards import in_fp8
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
@@ -50,17 +51,35 @@ logger = logging.getLogger("moepass")
 DEFAULT_TOKENS = (1, 4096)
 
 Experts = Mapping[str, Mapping[str, nn.Parameter]]
+# Returns the memory of a server beside its weights, for steps of so many tokens of weights in this dtype. Without an
+# architecture, only the cache is known.
+ServingMemory = Callable[[Architecture | None, int, str], DeviceMemory]
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanningOptions:
-    """The user's planning options, as `offload_experts` describes them."""
+    """The user's planning options, as `offload_experts` describes them.
+
+    Attributes:
+        serving_memory: the memory of a server, of which the budget must leave as much; None if nothing is served.
+        device_bytes: memory of the device that this process may take; None if unlimited.
+    """
 
     memory_budget: str | float | None = None
     hardware: str | os.PathLike[str] | Hardware | None = None
     tokens: int | tuple[int, int] | None = None
     slots: int | None = None
     residents: Residents = dataclasses.field(default_factory=Residents)
+    experts_compute: str = MODEL
+    serving_memory: ServingMemory | None = None
+    device_bytes: int | None = None
+
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        """True if experts stay FP8 in their slots. Raises OptionError for an unknown `experts_compute`."""
+        if self.experts_compute not in (MODEL, FP8):
+            raise OptionError.wrong("experts_compute", self.experts_compute, f"{MODEL!r} or {FP8!r}")
+        return self.experts_compute == FP8
 
     @property
     def budget_bytes(self) -> int | None:
@@ -127,9 +146,10 @@ def place(
 ) -> Placement:
     """Decide which layers stay and how many slots there are, where `planning` leaves this open.
 
-    `experts` are the expert weights of each bank, by path. Raises OptionError if there is both a budget and residents,
-    or for wrong `PlanningOptions`, and InputError if the budget is too small (the error names the smallest sufficient
-    budget), or the profile lacks a link or rate.
+    `experts` are the expert weights of each bank, by path. With experts in FP8 no layer stays, because resident experts
+    would compute in the model's dtype. Raises OptionError if there is both a budget and residents, or for wrong
+    `PlanningOptions`, and InputError if the budget is too small (the error names the smallest sufficient budget) or the
+    device is, or the profile lacks a link or rate.
     """
     residents, slots = planning.residents, planning.slots
     # Both are read first, so that wrong values raise even where the plan does not need them.
@@ -141,6 +161,12 @@ def place(
             name="memory_budget",
             value=planning.memory_budget,
         )
+    if planning.multiplies_in_fp8 and residents.is_given:
+        text = (
+            f"experts_compute is {FP8!r}, and {residents}: resident experts would compute in the model's dtype; give "
+            "one of the two"
+        )
+        raise OptionError(text, name="experts_compute", value=FP8, expected=MODEL)
     inputs = _PlanningInputs(model, experts, planning, options, device)
     stay = residents.among(inputs.bank_bytes) if residents.is_given else None
     if options.home == "device":
@@ -151,7 +177,10 @@ def place(
             )
             raise OptionError(text, name="memory_budget", value=planning.memory_budget)
         stay = tuple(path for path, bank in inputs.sizes.items() if path in (stay or ()) or not bank.is_encoded)
+    if planning.multiplies_in_fp8:
+        stay = ()
     made = inputs.plan(stay, slots)
+    _check_device(made, planning, options)
     resident = tuple(path for path, number in inputs.numbers.items() if number in made.decisions.resident_layers)
     streamed = tuple((path, number) for path, number in inputs.numbers.items() if path not in resident)
     placed = PlacedModel(
@@ -182,6 +211,7 @@ def _topics(planning: PlanningOptions, hardware: Hardware | None) -> tuple[Topic
         ("memory_budget in bytes", budget, "memory_budget"),
         ("tokens", budget and [sequences.count, sequences.length], "tokens"),
         ("slots", budget and planning.slots, "slots"),
+        ("experts_compute", planning.experts_compute, "experts_compute"),
         ("the hardware profile (its name and a digest)", budget and machine, machine_remedy),
         ("resident_bytes", planning.residents.nbytes, "resident_bytes"),
         ("resident_layers", sorted(planning.residents.layers), "resident_layers"),
@@ -200,6 +230,8 @@ class _PlanningInputs:
         self.bank_bytes = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
         specs = {path: describe_bank(0, path, values, home=options.home) for path, values in experts.items()}
+        if planning.multiplies_in_fp8:
+            specs = {path: in_fp8(spec) for path, spec in specs.items()}
         self.sizes: dict[str, BankSizes] = {
             path: spec.format if spec.format.is_encoded else BankFormat.plain(self.bank_bytes[path])
             for path, spec in specs.items()
@@ -234,29 +266,55 @@ class _PlanningInputs:
 
     def weights(self) -> DeviceMemory:
         """Return the bytes on the device under every decision, without activations."""
-        return resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.options.staging_buffers)
+        weights = resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.options.staging_buffers)
+        if self.planning.serving_memory is None:
+            return weights
+        served = self.planning.serving_memory(self.architecture, self.planning.sequences.tokens, self.dtype)
+        parts = {name: getattr(served, name) for name in ("kv_bytes", "attention_bytes", "logits_bytes")}
+        return dataclasses.replace(weights, **parts)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
         """Choose the layers that stay resident and the number of slots, unless `stay` or `slots` sets them."""
+        budget = self.planning.budget_bytes
+        # With `stay` the planner does not consult the budget.
+        chooses_slots = slots is None and stay is not None and budget is not None
+        counts: tuple[int | None, ...] = (DEFAULT_SLOTS, 1) if chooses_slots else (slots,)
+        for count in counts:
+            problem = self._problem(stay, count)
+            try:
+                made = make_plan(problem)
+            except BudgetError as error:
+                raise self._too_small(problem, error.needed_bytes) from error
+            if budget is None or stay is None or _peak_bytes(made) <= budget:
+                return made
+        raise self._too_small(problem, made.schedule.memory_bytes)
+
+    def _problem(self, stay: tuple[str, ...] | None, slots: int | None) -> PlanningProblem:
         if self.hardware is None or self.architecture is None:
-            problem = self._by_bytes(stay, slots)
-        else:
-            problem = self._by_sizes(self.hardware, self.architecture, stay, slots)
-        try:
-            return make_plan(problem)
-        except BudgetError as error:
-            assert problem.resting is not None
-            resting = problem.resting
-            enough_bytes = math.ceil(resting.peak_bytes) + error.needed_bytes
-            raise InputError(
-                f"memory_budget is {self.planning.memory_budget!r}, which is too small: dense weights and staging "
-                f"buffers take {resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} "
-                f"sequences of {problem.sequence} tokens {resting.activation_bytes:.0f}, and slots and shards "
-                f"{error.needed_bytes}; use at least {enough_bytes} bytes, or fewer tokens",
-                name="memory_budget",
-                value=self.planning.memory_budget,
-                expected=enough_bytes,
-            ) from error
+            return self._by_bytes(stay, slots)
+        return self._by_sizes(self.hardware, self.architecture, stay, slots)
+
+    def _too_small(self, problem: PlanningProblem, banks_bytes: int) -> InputError:
+        """Return the error for a budget that is too small for `banks_bytes` of slots and shards."""
+        assert problem.resting is not None
+        resting = problem.resting
+        served, remedy = "", "or fewer tokens"
+        if self.planning.serving_memory is not None:
+            served = (
+                f", attention over their trie {resting.attention_bytes:.0f}, or logits after them "
+                f"{resting.logits_bytes:.0f}, the cache of keys and values {resting.kv_bytes:.0f}"
+            )
+            remedy = "fewer step_tokens, or a smaller kv_cache"
+        enough_bytes = math.ceil(resting.peak_bytes) + banks_bytes
+        return InputError(
+            f"memory_budget is {self.planning.memory_budget!r}, which is too small: dense weights and staging "
+            f"buffers take {resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} "
+            f"sequences of {problem.sequence} tokens {resting.activation_bytes:.0f}{served}, and slots and shards "
+            f"{banks_bytes}; use at least {enough_bytes} bytes, {remedy}",
+            name="memory_budget",
+            value=self.planning.memory_budget,
+            expected=enough_bytes,
+        )
 
     def _by_sizes(
         self, hardware: Hardware, architecture: Architecture, stay: tuple[str, ...] | None, slots: int | None
@@ -304,6 +362,32 @@ class _PlanningInputs:
             unknown=self.unknown,
             memory_source=memory_source(self.architecture is not None),
         )
+
+
+def _peak_bytes(made: MadePlan) -> float:
+    assert made.memory is not None, "the problem of a placement has the weights"
+    return made.memory.peak_bytes
+
+
+def _check_device(made: MadePlan, planning: PlanningOptions, options: HomeOptions) -> None:
+    """Raise InputError if the plan, or the budget, needs more memory than the device has for this process."""
+    limit, budget = planning.device_bytes, planning.budget_bytes
+    if limit is None:
+        return
+    if budget is not None and budget > limit:
+        text = (
+            f"memory_budget is {planning.memory_budget!r}, but the device has {limit} bytes for this process; use at "
+            "most these, or fewer processes on the device"
+        )
+        raise InputError(text, name="memory_budget", value=planning.memory_budget, expected=limit)
+    if _peak_bytes(made) > limit:
+        assert made.memory is not None
+        advice = "stream the experts, with another home" if options.home == "device" else "use fewer slots"
+        text = (
+            f"the model does not fit: it needs {made.memory}, and the device has {limit} bytes for this process; "
+            f"{advice}, fewer step_tokens, or a smaller kv_cache"
+        )
+        raise InputError(text, name="home", value=options.home, expected=limit)
 
 
 def _machine(

@@ -98,6 +98,11 @@ def test_a_slot_holds_the_stored_bytes_where_kernels_compute_in_that_format() ->
     in_fp8 = bank_sizes(experts, model.hidden, "fp8", model.stored)
     in_bf16 = bank_sizes(experts, model.hidden, "bf16", model.stored)
     assert in_fp8.home_bytes == in_fp8.slot_bytes == in_bf16.home_bytes
+    assert in_fp8.is_encoded, "values and scales are copied to their places in the slot"
+    assert in_fp8.encoded_bytes == in_fp8.link_bytes
+    assert model.stored is not None
+    short_scales = bank_sizes(experts, model.hidden, "fp8", dataclasses.replace(model.stored, scale_bytes=1))
+    assert short_scales.link_bytes < short_scales.slot_bytes == in_fp8.slot_bytes
     assert in_bf16.slot_bytes == 2 * 256 * 3 * 7168 * 2048
 
 

@@ -137,6 +137,9 @@ def test_all_figures_refer_to_the_stored_format_if_it_is_requested() -> None:
     assert asked.schedule.step_seconds == default.asyncep_step_seconds
     assert asked.model.other_bytes == default.other_bytes
     assert {block.bank_bytes for block in asked.blocks} == {default.bank_link_bytes}
+    assert asked.memory is not None
+    slots, buffers = asked.schedule.slots * default.bank_slot_bytes, 2 * default.bank_link_bytes
+    assert asked.memory.slot_bytes == slots + buffers
 
 
 def test_a_machine_without_fp8_computes_fp8_weights_in_bf16() -> None:

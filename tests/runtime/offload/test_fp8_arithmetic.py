@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
 import moepass
 from moepass.compilations import record_compilations
@@ -16,26 +15,11 @@ from moepass.models.errors import InputError, OptionError
 from moepass.options import parse_options
 from moepass.passes.ir.segment import TRITON
 from moepass.passes.ir.shards import slot_layout
-from moepass.runtime.lowering import lower_segments
-from moepass.runtime.lowering.lower_triton_experts import lower_to_triton
-from tests.helpers.models.quantized_checkpoints import FORMS, PublishedForm, fp8, save_quantized
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.fp8_experts import fp8_folder, interpret_kernels
 from tests.helpers.models.tiny import main_result, tiny_inputs, tiny_model
 
-FP8 = {"experts_compute": "fp8"}
-
-
-FORMS_OF_TESTS = {
-    **FORMS,
-    "blocks of 128": PublishedForm(
-        {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        lambda matrix: fp8(matrix, (128, 128), torch.float32, "_scale_inv"),
-    ),
-}
-
-
-def _folder(tmp_path: Path, form: str = "blocks of 128", **sizes: Any) -> Path:
-    sizes = {"hidden_size": 192, "moe_intermediate_size": 128, "num_hidden_layers": 1} | sizes
-    return save_quantized(tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes), FORMS_OF_TESTS[form], tmp_path)[0]
+FP8: dict[str, Any] = {"experts_compute": "fp8"}
 
 
 def _run(model: nn.Module, **options: Any) -> torch.Tensor:
@@ -46,18 +30,12 @@ def _run(model: nn.Module, **options: Any) -> torch.Tensor:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower experts on the CPU to Triton kernels, which the interpreter runs."""
-
-    def by_kernels(segment: GraphModule) -> Any:
-        return lower_to_triton(segment, lambda graph: lambda inputs: graph(*inputs))
-
-    monkeypatch.setattr(lower_segments, "_by_expert", by_kernels)
-    monkeypatch.setattr("moepass.options._check_multiplies_in_fp8", lambda device: None)
+    interpret_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize("home", ["host", pytest.param("disk", marks=pytest.mark.slow)])
 def test_slots_stay_fp8_and_results_are_close(home: str, tmp_path: Path, interpreted: None) -> None:
-    folder = _folder(tmp_path)
+    folder = fp8_folder(tmp_path)
     exact = _run(moepass.load_pretrained(folder))
     model = moepass.load_pretrained(folder, home=home)
     with record_compilations() as compilations:
@@ -92,7 +70,7 @@ def test_other_checkpoints_are_refused(
     form: str, sizes: dict[str, int], message: str, tmp_path: Path, interpreted: None
 ) -> None:
     with pytest.raises(InputError, match=message):
-        _run(moepass.load_pretrained(_folder(tmp_path, form, **sizes)), **FP8)
+        _run(moepass.load_pretrained(fp8_folder(tmp_path, form, **sizes)), **FP8)
 
 
 def test_plain_experts_are_refused(interpreted: None) -> None:
@@ -106,14 +84,74 @@ def test_experts_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("moepass.options._check_multiplies_in_fp8", lambda device: None)
     message = r"cannot stay FP8: .* is not lowered to Triton kernels: its experts run as expert_loop"
     with pytest.raises(InputError, match=message):
-        _run(moepass.load_pretrained(_folder(tmp_path)), **FP8)
+        _run(moepass.load_pretrained(fp8_folder(tmp_path)), **FP8)
 
 
 def test_a_cpu_does_not_multiply_in_fp8(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="'fp8', but the graph computes on cpu: kernels in FP8 are for NVIDIA GPUs"):
-        _run(moepass.load_pretrained(_folder(tmp_path)), **FP8)
+        _run(moepass.load_pretrained(fp8_folder(tmp_path)), **FP8)
 
 
 def test_the_model_s_own_operators_do_not_multiply_in_fp8() -> None:
     with pytest.raises(OptionError, match="lower='eager' runs the model's own operators"):
         parse_options({**FP8, "lower": "eager"})
+
+
+def least_budget(folder: Path, **wishes: Any) -> int:
+    """Return the smallest memory budget, as the error for a smaller one names it."""
+    with pytest.raises(InputError, match="which is too small") as caught:
+        moepass.load_pretrained(folder, memory_budget=1000, tokens=8, **wishes)
+    assert isinstance(caught.value.expected, int)
+    return caught.value.expected
+
+
+@pytest.mark.slow
+def test_the_ring_takes_as_much_as_reported(tmp_path: Path, interpreted: None) -> None:
+    model = moepass.load_pretrained(fp8_folder(tmp_path), **FP8)
+    report = moepass.offload_report(model)
+    _run(model, **FP8)
+    ring = report.store.current_ring
+    assert ring is not None
+    assert ring.device_bytes == report.ring_bytes
+
+
+def test_slots_and_budgets_are_those_of_fp8(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path, num_hidden_layers=3)
+    plain, report = (moepass.offload_report(moepass.load_pretrained(folder, **wishes)) for wishes in ({}, FP8))
+    assert report.ring_bytes < 0.76 * plain.ring_bytes, "slots take half, and buffers of encoded experts as much"
+    least, least_plain = least_budget(folder, **FP8), least_budget(folder)
+    assert least_plain - least == plain.store.slot_bytes - report.store.slot_bytes
+
+
+@pytest.mark.parametrize(("budget_slots", "slots"), [(1, 1), (2, 2), (100, 2)])
+def test_all_layers_stream_whatever_the_budget(budget_slots: int, slots: int, tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path, num_hidden_layers=3)
+    slot_bytes = moepass.offload_report(moepass.load_pretrained(folder, **FP8)).store.slot_bytes
+    budget = least_budget(folder, **FP8) + (budget_slots - 1) * slot_bytes
+    report = moepass.offload_report(moepass.load_pretrained(folder, memory_budget=budget, tokens=8, **FP8))
+    assert (len(report.layers), report.store.slots) == (3, slots)
+    assert report.store.placed is not None
+    memory = report.store.placed.decisions.memory
+    assert memory is not None
+    assert memory.slot_bytes == report.ring_bytes
+    assert memory.peak_bytes <= budget
+
+
+def test_resident_layers_do_not_multiply_in_fp8(tmp_path: Path, interpreted: None) -> None:
+    folder = fp8_folder(tmp_path, num_hidden_layers=2)
+    with refused(OptionError, name="experts_compute", value="fp8"):
+        moepass.load_pretrained(folder, resident_layers=[0], **FP8)
+    model = moepass.load_pretrained(folder, resident_layers=[0])
+    with pytest.raises(OptionError, match=r"the experts of layers \[0\] are resident"):
+        _run(model, **FP8)
+
+
+def test_slots_for_fp8_hold_no_other_experts(tmp_path: Path) -> None:
+    model = moepass.load_pretrained(fp8_folder(tmp_path), **FP8)
+    with pytest.raises(OptionError, match="the model was placed for 'fp8', whose slots are too small for it"):
+        _run(model)
+
+
+def test_another_arithmetic_is_refused() -> None:
+    with refused(OptionError, name="experts_compute", value="int8"):
+        moepass.offload_experts(tiny_model("qwen3_moe"), experts_compute="int8")
