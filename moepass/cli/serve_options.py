@@ -86,8 +86,9 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
     memory_budget: Annotated[
         str | None,
         option(
-            "Device memory that each rank may use, such as 6GB; the planner chooses layers whose experts stay there.",
-            details="See [offload_experts](options.md#offload_experts).",
+            "Device memory that each rank may use for weights, slots, steps and the cache, such as 6GB; the planner "
+            "chooses layers whose experts stay there.",
+            details="See [memory](#memory).",
             unset="none: all experts are streamed",
             metavar="BYTES",
         ),
@@ -104,7 +105,7 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
         str | None,
         option(
             "Memory of each rank for the keys and values of prefixes that repeat; **off** disables this cache.",
-            unset="a tenth of the free memory",
+            unset="a tenth of the memory budget, or of the free memory",
             metavar="BYTES",
         ),
     ] = None
@@ -176,7 +177,7 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
 
     @property
     def cache_bytes(self) -> int | None:
-        """Bytes of each rank's prefix cache: 0 for no cache, None for a tenth of the free memory."""
+        """Bytes of each rank's prefix cache: 0 for no cache, None for the default size."""
         if self.kv_cache == "off":
             return 0
         nbytes = parse_bytes(self.kv_cache, "kv_cache")

@@ -115,6 +115,7 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
         dtypes[options.dtype] if options.dtype is not None else None,
         slots=options.slots,
         memory_budget=options.memory_budget,
+        experts_compute=options.experts_compute,
         hardware=options.hardware,
         cache_bytes=options.cache_bytes,
         step_tokens=options.step_tokens,

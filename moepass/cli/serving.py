@@ -214,7 +214,8 @@ async def _serve(
             if starting.done():
                 starting.result()
                 freeze_live_objects()
-                typer.echo(f"computes on {', '.join(frontend.devices())}", err=True)
+                typer.echo(f"computes on {', '.join(frontend.notes('device'))}", err=True)
+                typer.echo(f"memory of each rank: {', '.join(frontend.notes('memory'))}", err=True)
                 typer.echo("ready", err=True)
                 later.append(asyncio.create_task(frontend.lost()))
                 if visit is not None:

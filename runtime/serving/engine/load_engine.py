@@ -6,7 +6,7 @@ Pseudo-code
     separate sequences, steps are tries, otherwise padded rows
     compare a few outputs of the engine with those of the unchanged model, and refuse the model if they differ
         with a trie, the last layer computes only tokens whose output is requested, unless that changes outputs
-    set limits: the plan's saturation threshold, and the tokens that fit into memory
+    set limits: the plan's saturation threshold, and the tokens that fit into memory (step_memory.py)
     warm up: run steps of different sizes, so that everything is compiled, and measure FLOPs per second of the largest
 """
 
@@ -19,20 +19,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.load_model import is_quantized, load_model
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.sizes.architecture import short_dtype
+from moepass.models.limits import MODEL
+from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.families import from_config
+from moepass.passes.ir.planner_decisions import NO_MEMORY, DeviceMemory
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.options.home_options import Device, HomeOptions
-from moepass.runtime.offload.loading import load_pretrained, offload_report
+from moepass.runtime.offload.loading import load_planned, offload_report
 from moepass.runtime.offload.offload import NoExpertsError
+from moepass.runtime.offload.placement import PlanningOptions
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.attention.varlen_attention import layer_obstacle
@@ -44,6 +47,7 @@ from moepass.runtime.serving.engine.model_head import ModelHead, class_activatio
 from moepass.runtime.serving.engine.padded_rows import PaddedRows, RowsBackbone
 from moepass.runtime.serving.engine.plain_outputs import Forward, PlainOutputs, check_outputs, plain_outputs, probe_trie
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
+from moepass.runtime.serving.engine.step_memory import MemoryShare, StepSizes
 from moepass.runtime.serving.engine.summed_experts import use_summed_experts
 from moepass.runtime.serving.engine.trie_states import Narrowing, TrieBackbone, TrieStates, narrowed
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
@@ -52,12 +56,6 @@ from moepass.runtime.torch_private import constraint_violation_error, quiet_log
 
 logger = logging.getLogger("moepass")
 
-# [Empirical] Shares of the memory that is free after loading: for the cache by default, and for the activations of a
-# step. The remaining memory is for logits, masks and torch's allocator.
-CACHE_SHARE = 0.1
-ACTIVATION_SHARE = 0.4
-# [Empirical] Default limit of the cache: more blocks hardly hold more prefixes.
-MOST_CACHE_BYTES = 4 << 30
 # Tokens of a group of padded rows.
 ROWS_TOKENS = MICRO_BATCH_TOKENS
 # Tokens per sequence of the full step that is measured.
@@ -83,8 +81,9 @@ class EngineOptions:
             checkpoints without quantised experts.
         dtype: by default the checkpoint's dtype.
         slots: slots of the ring, by default as planned.
-        memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
-        cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
+        memory_budget: device memory for weights, slots, steps and the cache, such as "6GB"; None for no budget.
+        experts_compute: "fp8" if `compile_module` compiles experts that multiply in FP8.
+        cache_bytes: size of the prefix cache; 0 switches it off, None takes a tenth of the budget or the free memory.
         step_tokens: tokens of a full step, by default as planned.
         sharers: number of processes that share the memory of the device, this one included.
         warms_up: run steps before the first request, so that no request waits for a compilation.
@@ -95,11 +94,39 @@ class EngineOptions:
     dtype: torch.dtype | None = None
     slots: int | None = None
     memory_budget: str | None = None
+    experts_compute: str = MODEL
     hardware: str | None = None
     cache_bytes: int | None = None
     step_tokens: int | None = None
     sharers: int = 1
     warms_up: bool = True
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        """The memory of the device that this process may take, as it is now."""
+        return MemoryShare.of(self.device, self.sharers, parse_bytes(self.memory_budget))
+
+    def planning(self) -> PlanningOptions:
+        """Return the options by which the planner places the experts before they are loaded."""
+        share = self.memory_share
+        cache_bytes = share.cache_bytes if self.cache_bytes is None else self.cache_bytes
+        # Without a budget, a CPU runs models whose weights stay in their files.
+        is_limited = share.budget_bytes is not None or self.device.type == "cuda"
+
+        def serving_memory(architecture: Architecture | None, tokens: int, dtype: str) -> DeviceMemory:
+            if architecture is None:
+                return dataclasses.replace(NO_MEMORY, kv_bytes=float(cache_bytes))
+            return StepSizes.of(architecture, dtype, self.device.type).memory(tokens, cache_bytes)
+
+        return PlanningOptions(
+            self.memory_budget,
+            self.hardware,
+            self.step_tokens,
+            self.slots,
+            experts_compute=self.experts_compute,
+            serving_memory=serving_memory,
+            device_bytes=share.all_bytes if is_limited else None,
+        )
 
 
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
@@ -115,16 +142,8 @@ def _load(folder: Path, options: EngineOptions) -> PreTrainedModel:
     home = options.home
     if home is not None and (not isinstance(home, Device) or is_quantized(folder)):
         with contextlib.suppress(NoExpertsError) if isinstance(home, Device) else contextlib.nullcontext():
-            return load_pretrained(
-                folder,
-                home=home,
-                device=options.device,
-                slots=options.slots,
-                memory_budget=options.memory_budget,
-                hardware=options.hardware,
-                tokens=options.step_tokens,
-                dtype=options.dtype,
-                progress=lambda done, total: None,
+            return load_planned(
+                folder, home, options.device, options.planning, options.dtype, progress=lambda done, total: None
             )
     model = load_model(folder, options.dtype)
     model.to(options.device)
@@ -146,10 +165,12 @@ def make_engine(
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
     is_cuda = options.device.type == "cuda"
-    free_bytes = torch.cuda.mem_get_info(options.device)[0] if is_cuda else int(psutil.virtual_memory().available)
-    free_bytes //= options.sharers
+    weights, share = _weights(model, store), options.memory_share
+    limit_bytes = share.limit_bytes(weights)
+    room_bytes = limit_bytes - weights.peak_bytes
     shapes = survey.shapes if refusal is None else ()
-    block_count = _block_count(shapes, options, free_bytes)
+    block_count = _block_count(shapes, options.cache_bytes, share.cache_bytes, room_bytes)
+    cache_bytes = block_count * block_bytes(shapes)
     runner: TrieStates | PaddedRows
     # If tries are used, the probe has shown that no token depends on later tokens or other branches.
     plain = plain_outputs(model, head, with_prefix=refusal is not None)
@@ -157,8 +178,8 @@ def make_engine(
         model.set_attn_implementation(TRIE_ATTENTION_NAME)
         if compile_module is None:
             use_summed_experts(model)
-        memory = BlockMemory(shapes, block_count, options.device) if block_count else None
-        runner = TrieStates(TrieBackbone(head.backbone), survey.layers, memory, options.device)
+        blocks = BlockMemory(shapes, block_count, options.device) if block_count else None
+        runner = TrieStates(TrieBackbone(head.backbone), survey.layers, blocks, options.device)
         narrowing = narrowed(head, survey, plain, runner)
     else:
         logger.info("steps are padded rows, without shared prefixes: %s", refusal)
@@ -176,13 +197,28 @@ def make_engine(
             is_compiled = _compile(compile_module, narrowing.backbone, plain, head, runner)
     obstacle = narrowing.obstacle
     table, token_bytes, cost_note = _model_sizes(model, narrows=not obstacle)
-    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / token_bytes))
+    layers = tuple(dataclasses.replace(layer, cache_index=0) for layer in survey.layers.values()) if shapes else ()
+    config = model.config.get_text_config()
+    width = 0 if head.kind == "states" else head.width
+    state_bytes = int(config.hidden_size) * model.dtype.itemsize
+    sizes = StepSizes(token_bytes, layers, width, state_bytes, options.device.type)
+    most_tokens = sizes.most_tokens(room_bytes - cache_bytes, cache_bytes)
+    if not most_tokens:
+        least = sizes.memory(1, cache_bytes, weights)
+        text = (
+            f"a step of one token needs {least}, more than the limit of {limit_bytes / 1e9:.3g} GB; use a larger "
+            "memory_budget, fewer slots or a smaller kv_cache"
+        )
+        raise InputError(text, name="memory_budget", value=options.memory_budget, expected=least.peak_bytes)
     full_step_tokens, source = _full_step(store, options)
+    counted_tokens = min(full_step_tokens, most_tokens)
+    memory = sizes.memory(counted_tokens, cache_bytes, weights)
     notes = {
         "device": f"{options.device} ({device_name(options.device)})",
         "steps": step_form_text(refusal),
         "full step": f"{full_step_tokens} tokens, {source}",
         "largest step": f"{most_tokens} tokens",
+        "memory": f"{memory} of {limit_bytes / 1e9:.3g} GB, in a step of {counted_tokens} tokens",
         **({} if cost_note is None else {"costs": cost_note}),
         "last layer": f"computes all tokens, because {obstacle}" if obstacle else "computes only the read tokens",
     }
@@ -191,7 +227,6 @@ def make_engine(
         logger.warning("attention %s", notes["attention"])
     if compile_module is not None and not is_compiled:
         notes["compiled"] = f"no: {LOOPS_OVER_TOKENS}"
-    config = model.config.get_text_config()
     limits = (getattr(config, "max_position_embeddings", None), survey.position_limit)
     names = model.config.id2label if head.kind == "classes" else {}
     facts = EngineFacts(
@@ -208,10 +243,14 @@ def make_engine(
         full_step_tokens=full_step_tokens,
         class_activation=class_activation(model.config),
         padding_token=head.padding_token,
+        memory=memory,
+        memory_limit_bytes=limit_bytes,
     )
 
     def exposed_seconds() -> float:
-        return store.ring().statistics.waited_seconds if store is not None and store.banks else 0.0
+        # An uncompiled model has no ring.
+        ring = None if store is None else store.current_ring
+        return 0.0 if ring is None else ring.statistics.waited_seconds
 
     engine = ModelEngine(
         head,
@@ -344,18 +383,29 @@ def _full_step(store: BankStore | None, options: EngineOptions) -> tuple[int, st
     return MICRO_BATCH_TOKENS, f"[Empirical], without a plan{f': {unknown}' if unknown else ''}"
 
 
-def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_bytes: int) -> int:
+def _weights(model: PreTrainedModel, store: BankStore | None) -> DeviceMemory:
+    """Return the memory of the weights on the device and of the slots: as planned, or of all weights."""
+    if store is None or store.placed is None:
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        return DeviceMemory(float(sum(tensor.nbytes for tensor in tensors.values())), 0.0, 0.0)
+    planned = store.placed.decisions.memory
+    assert planned is not None, "the plan of a placement has the weights"
+    return DeviceMemory(planned.resident_bytes, planned.slot_bytes, 0.0)
+
+
+def _block_count(shapes: Sequence[KeyValueShape], limit: int | None, default_bytes: int, room_bytes: float) -> int:
+    """Return the blocks of a cache of `limit` bytes, by default of `default_bytes`, in `room_bytes` beside weights."""
     if not shapes:
         return 0
-    limit = options.cache_bytes
     if limit is None:
-        limit = min(MOST_CACHE_BYTES, int(CACHE_SHARE * free_bytes))
-    elif limit > free_bytes:
+        limit = int(max(0.0, min(default_bytes, room_bytes)))
+    elif limit > max(0.0, room_bytes):
         text = (
-            f"the prefix cache was set to {limit / 1e9:.3g} GB, but only {free_bytes / 1e9:.3g} GB of memory are free "
-            "for this rank; choose a smaller size, or omit the option to use a tenth of the free memory"
+            f"the prefix cache was set to {limit / 1e9:.3g} GB, but beside weights and slots only "
+            f"{room_bytes / 1e9:.3g} GB of memory are free for this rank; choose a smaller size, or omit the option to "
+            "use a tenth of the memory budget, or of the free memory"
         )
-        raise InputError(text, name="kv_cache", value=limit, expected=free_bytes)
+        raise InputError(text, name="kv_cache", value=limit, expected=room_bytes)
     count = limit // block_bytes(shapes)
     if limit and not count:
         text = (

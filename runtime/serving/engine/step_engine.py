@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
+from moepass.passes.ir.planner_decisions import NO_MEMORY, DeviceMemory
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import ClassActivation
 from moepass.runtime.serving.requests.request import Request
@@ -27,7 +28,8 @@ class EngineFacts:
     experts. A step of `most_tokens` fits into memory, and the model limits a sequence to `max_sequence_tokens`.
     `vector` is the kind of the vectors that `TokenPiece.vector` returns, None if the model has none; routes apply
     `class_activation` to class scores, which skip `padding_token` at the end of a sequence. `notes` describe how the
-    model runs, by name, for people.
+    model runs, by name, for people. `memory` is that of a full step, or of the largest step if a full one does not fit,
+    and `memory_limit_bytes` the limit of its sum.
     """
 
     form: StepForm
@@ -43,6 +45,8 @@ class EngineFacts:
     full_step_tokens: int
     class_activation: ClassActivation = "softmax"
     padding_token: int | None = None
+    memory: DeviceMemory = NO_MEMORY
+    memory_limit_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

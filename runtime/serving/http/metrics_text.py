@@ -62,6 +62,10 @@ _RANK_GAUGES: dict[str, tuple[str, Callable[[RankView], float]]] = {
         lambda rank: rank.flops_per_second,
     ),
     "moepass_open_requests": ("Open requests of the rank, or parts of requests.", lambda rank: rank.open_requests),
+    "moepass_memory_limit_bytes": (
+        "Device memory that the rank may take.",
+        lambda rank: rank.memory_limit_bytes,
+    ),
     "moepass_cache_blocks": ("Blocks of the rank's cache.", lambda rank: rank.engine.cache_blocks),
     "moepass_cached_blocks": ("Cache blocks that hold a prefix.", lambda rank: rank.engine.cached_blocks),
 }
@@ -98,6 +102,12 @@ def _lines(model: _Labels, status: BackendStatus, view: BackendView) -> Iterator
     for name, (help_text, value_of) in _RANK_GAUGES.items():
         samples = [({"rank": str(rank.rank)}, float(value_of(rank))) for rank in view.ranks]
         yield from _family(name, "gauge", help_text, samples)
+    parts = [
+        ({"rank": str(rank.rank), "part": part}, nbytes)
+        for rank in view.ranks
+        for part, nbytes in rank.memory_bytes.items()
+    ]
+    yield from _family("moepass_memory_bytes", "gauge", "Device memory during a full step of the rank.", parts)
     used = [
         (model | {"engine": str(rank.rank)}, rank.engine.used_blocks / max(1, rank.engine.cache_blocks))
         for rank in view.ranks

@@ -63,7 +63,8 @@ class RankView:
     `load_flops` and `open_requests` are the FLOPs and the number of all assigned requests, or parts of requests,
     without an answer. `saturation_flops` and `flops_per_second` are those of a full step, which hides the transfers of
     experts. At a load of `most_load_flops` or above, the rank takes no more work; None for no limit. `form_text` is a
-    sentence with the form and the reason.
+    sentence with the form and the reason. `memory_bytes` are the bytes of each part of the device's memory during a
+    full step, and `memory_limit_bytes` is the limit of their sum.
     """
 
     rank: int
@@ -76,6 +77,8 @@ class RankView:
     form: Literal["trie", "rows"] | None
     form_text: str
     engine: EngineView
+    memory_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory_limit_bytes: float = 0.0
 
 
 class Histogram:

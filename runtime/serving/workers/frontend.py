@@ -227,9 +227,9 @@ class Frontend:
         classes = (facts.class_names, facts.class_activation, facts.padding_token)
         return BackendStatus(state, *abilities, *classes, dict(facts.notes), metrics)
 
-    def devices(self) -> list[str]:
-        """Return the devices that the ranks compute on, with their names, each once."""
-        return list(dict.fromkeys(self._facts[rank].notes["device"] for rank in sorted(self._facts)))
+    def notes(self, name: str) -> list[str]:
+        """Return the notes of the ranks with this name, such as "device", each once."""
+        return list(dict.fromkeys(self._facts[rank].notes[name] for rank in sorted(self._facts)))
 
     async def view(self) -> BackendView:
         """Return the state of the ranks and the histograms, as `Backend.view` specifies."""

@@ -86,6 +86,8 @@ def rank_views(
                 engine.form if engine is not None else None,
                 engine.notes.get("steps", engine.form) if engine is not None else "",
                 engine_views.get(rank, EngineView()),
+                engine.memory.parts if engine is not None else {},
+                engine.memory_limit_bytes if engine is not None else 0.0,
             )
         )
     return tuple(views)

@@ -10,6 +10,7 @@ from moepass.runtime.serving.http.metrics_text import metrics_text
 from moepass.runtime.serving.requests.backend import BackendStatus
 from moepass.runtime.serving.requests.view import BackendView, EngineView, Histogram, RankView
 from moepass.runtime.serving.workers.serving_counters import RequestTimes, ServingCounters
+from tests.helpers.serving.example_view import VIEW
 
 # The text format of https://prometheus.io/docs/instrumenting/exposition_formats.
 _LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*"'
@@ -91,8 +92,16 @@ def test_ranks_have_their_own_numbers() -> None:
     assert [samples[f'moepass_load_flops{{rank="{number}"}}'] for number in (0, 1)] == [30, 30]
     assert samples['moepass_saturation{rank="1"}'] == 0.25
     assert samples['moepass_cached_blocks{rank="1"}'] == 6
+    assert not any(name.startswith("moepass_memory_bytes") for name in samples), "these ranks report no memory"
     usage = [samples[f'vllm:kv_cache_usage_perc{{model_name="tiny",engine="{number}"}}'] for number in (0, 1)]
     assert usage == [0, 0.25]
+
+
+def test_the_memory_of_a_rank_is_shown_part_by_part() -> None:
+    samples, _ = parsed(text_of({}, VIEW))
+    parts = {"weights": 3e9, "slots": 0, "step": 2e9, "cache": 1e9}
+    assert {part: samples[f'moepass_memory_bytes{{rank="0",part="{part}"}}'] for part in parts} == parts
+    assert samples['moepass_memory_limit_bytes{rank="0"}'] == 8e9
 
 
 def test_histograms_count_up_to_their_bounds() -> None:

@@ -145,8 +145,10 @@ def test_the_page_can_be_used_with_the_keyboard_only(page: Page) -> None:
 def test_ranks_and_the_trie_of_the_last_step_are_shown(page: Page, chat: Served) -> None:
     assert texts(page, ".rank .state") == ["ready", "lost"]
     assert "30 FLOP in 3 requests; a full step is 50 FLOP, the limit is 120 FLOP" in text(page, ".rank")
-    load, cache = page.value("[...document.querySelectorAll('.rank .fill')].map(one => parseFloat(one.style.width))")
-    assert (load, cache) == (25, 75)
+    widths = "[...document.querySelectorAll('.rank .fill')].map(one => parseFloat(one.style.width))"
+    load, cache, memory = page.value(widths)
+    assert (load, cache, memory) == (25, 75, 75)
+    assert "6 GB of 8 GB during a full step: weights 3 GB, step 2 GB, cache 1 GB" in text(page, ".rank")
     assert "9 tokens computed, 16 from the cache; without sharing and cache it would take 2.0" in text(page, "#step")
     assert "1 more node not drawn" in text(page, "#step")
     shapes = "[...document.querySelectorAll('#trie rect')].map(one => [one.getAttribute('class'), one.textContent])"

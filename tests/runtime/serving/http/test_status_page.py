@@ -41,6 +41,8 @@ def test_the_state_contains_ranks_and_step_sizes() -> None:
     assert state["sums"] == {"answered": 5}
     first, second = state["ranks"]
     assert (first["load_flops"], first["most_load_flops"], first["form_text"]) == (30, 120.0, "tries: …")
+    assert first["memory_bytes"] == {"weights": 3e9, "slots": 0, "step": 2e9, "cache": 1e9}
+    assert (first["memory_limit_bytes"], second["memory_bytes"]) == (8e9, {})
     step = first["engine"]["step"]
     assert step["nodes"][1] == {"parent": 0, "tokens": 9, "is_cached": False, "reads": 2}
     assert (step["left_out"], step["cached_tokens"]) == (1, 16)

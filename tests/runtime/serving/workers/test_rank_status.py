@@ -64,5 +64,6 @@ def test_a_rank_is_starting_ready_or_lost() -> None:
     assert [view.state for view in views] == ["starting", "ready", "lost"]
     assert [view.open_requests for view in views] == [0, 3, 0]
     assert [view.engine.cache_blocks for view in views] == [0, 9, 0]
+    assert [bool(view.memory_bytes) for view in views] == [False, True, False]
     assert (views[1].form, views[1].form_text) == ("rows", "padded rows, because it is recurrent")
     assert (views[0].form, views[0].form_text, views[0].most_load_flops) == (None, "", None)
