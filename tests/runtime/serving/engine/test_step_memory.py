@@ -111,8 +111,8 @@ def _least_budget(folder: Path, options: EngineOptions) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slots", "lower"), [(1, "eager"), (2, "eager"), (1, "inductor")])
-def test_a_streamed_model_keeps_to_its_budget(slots: int, lower: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_streamed_model_keeps_to_its_budget(slots: int, tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=3, **SIZES)
     model.save_pretrained(tmp_path)
     options = EngineOptions(Host(), CPU, step_tokens=500, cache_bytes=CACHE_BYTES, warms_up=False)
@@ -120,7 +120,7 @@ def test_a_streamed_model_keeps_to_its_budget(slots: int, lower: str, tmp_path: 
     bank_bytes = sum(value.nbytes for value in experts.parameters())
     budget = _least_budget(tmp_path, options) + (slots - 1) * bank_bytes
     options = dataclasses.replace(options, memory_budget=str(budget))
-    engine = load_engine(tmp_path, options, _compiled({"lower": lower}), bytes(32))
+    engine = load_engine(tmp_path, options, _compiled({"lower": "eager"}), bytes(32))
     report = offload_report(engine._head.model)
     assert (len(report.layers), report.store.slots) == (3, slots)
     assert engine.facts.most_tokens >= 500, "the planner has left as much"
