@@ -295,7 +295,10 @@ def _plan(made: Forecast, crossover: int | None) -> Decisions | None:
 def _memory_part(made: Forecast) -> parts.MemoryPart:
     return parts.MemoryPart(
         strategy=_strategy(made),
-        **dataclasses.asdict(made.memory),
+        resident_bytes=made.memory.resident_bytes,
+        slot_bytes=made.memory.slot_bytes,
+        activation_bytes=made.memory.activation_bytes,
+        kv_bytes=made.memory.kv_bytes,
         peak_bytes=made.memory.peak_bytes,
         budget_bytes=made.setting.budget_bytes,
         fits=made.cost(ASYNCEP).fits,

@@ -128,7 +128,7 @@ def test_a_streamed_model_keeps_to_its_budget(slots: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_experts_in_fp8_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_experts_in_fp8_take_what_the_budget_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
     folder = fp8_folder(tmp_path, num_hidden_layers=2, vocab_size=2048)
 
@@ -143,7 +143,7 @@ def test_experts_in_fp8_keep_to_their_budget(tmp_path: Path, monkeypatch: pytest
     ring = report.store.current_ring
     assert ring is not None
     assert engine.facts.memory.slot_bytes == report.ring_bytes == ring.device_bytes
-    _check(engine, budget)
+    assert engine.facts.memory.peak_bytes <= budget
 
 
 def test_an_uncompiled_model_takes_no_ring(tmp_path: Path) -> None:
