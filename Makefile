@@ -17,8 +17,8 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo        score text with the demo model, its experts streamed; then send a request to a server"
 	@echo "make install     create a virtual environment in $(VENV) with pinned versions (other targets do this first)"
-	@echo "make test        run ruff, mypy and the fast tests (5 to 8 minutes on 2 cores)"
-	@echo "make test-slow   run the slow tests (up to 2 hours on 2 cores; TEST_SEED=7 draws other random cases, TEST_TIMES=10"
+	@echo "make test        run ruff, mypy and the fast tests (5 to 7 minutes on 2 cores)"
+	@echo "make test-slow   run the slow tests (60 to 90 minutes on 2 cores; TEST_SEED=7 draws other random cases, TEST_TIMES=10"
 	@echo "                 ten times as many)"
 	@echo "make test-packages  run MoE layers, decoders and clients of other projects; installs them in $(PACKAGES)"
 	@echo "                 (make record-packages writes the results into docs/)"
