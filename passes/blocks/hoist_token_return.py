@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.detect import blocks_in
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.sink_token_gather import first_expert_node
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
@@ -58,9 +58,9 @@ def hoist_token_return(module: GraphModule, plan: Plan, context: PassContext) ->
     """Move returns of rows to the last GEMM of their block."""
     changed = copy_graph_module(module)
     moved = [
-        match.record.name
-        for match in find_blocks(changed.graph).matches
-        if _hoist(first_expert_node(match.gemms[0].node), match.gemms[-1].node)
+        block.name
+        for block, gemms in blocks_in(changed.graph, plan.blocks)
+        if _hoist(first_expert_node(gemms[0]), gemms[-1])
     ]
     if not moved:
         return PassResult(module, plan)

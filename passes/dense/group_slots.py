@@ -51,8 +51,11 @@ def _feeds_other_gemm(gemm: DenseGemm) -> bool:
     return any(map(is_other_gemm, descendants(gemm.node, follow=follow, stop=is_other_gemm)))
 
 
-def group_slots(graph: Graph, gemm: DenseGemm) -> Node:
-    """Replace `gemm` and the GEMMs before it by grouped GEMMs; return the last. NotThisForm leaves the graph as is."""
+def group_slots(graph: Graph, gemm: DenseGemm) -> dict[Node, Node]:
+    """Replace `gemm` and the GEMMs before it by grouped GEMMs, and return the new GEMM of each.
+
+    NotThisForm leaves the graph unchanged.
+    """
     pairs = gemm.pairs
     result, layout = _last_of_chain(gemm)
     writer = GraphWriter(graph, result)
@@ -76,7 +79,7 @@ def group_slots(graph: Graph, gemm: DenseGemm) -> Node:
     result.replace_all_uses_with(written)
     erase_unread(graph, result)
     writer.erase_unread()
-    return row_writer.gemms[gemm.node]
+    return row_writer.gemms
 
 
 def _last_of_chain(gemm: DenseGemm) -> tuple[Node, Layout]:
