@@ -166,14 +166,11 @@ def _all_rows(writer: GraphWriter, gemm: DenseGemm) -> PairRows:
     device = fake_value(gemm.node).device
     experts, positions = gemm.experts, writer.size(gemm.rows, gemm.batch + gemm.weights_on_left)
     count = writer.product(positions, experts)
-    numbers = []
-    for size, dim in ((experts, 1), (positions, 0)):
-        column = writer.emit(aten.unsqueeze.default, writer.arange(size, device), dim)
-        wide = writer.emit(aten.expand.default, column, [experts, positions])
-        numbers.append(writer.viewed(wide, [count]))
-    sizes = writer.emit(aten.full.default, [experts], positions, dtype=torch.int64, device=device)
-    ends = writer.cast(writer.emit(aten.cumsum.default, sizes, 0), torch.int32)
-    return PairRows(count, numbers[0], numbers[1], ends, are_all=True)
+    row = writer.emit(aten.unsqueeze.default, writer.arange(positions, device), 0)
+    position_of_row = writer.viewed(writer.emit(aten.expand.default, row, [experts, positions]), [count])
+    expert_of_row = writer.group_of_each_row(experts, positions, device)
+    ends = writer.ends_of_even_groups(experts, positions, device)
+    return PairRows(count, expert_of_row, position_of_row, ends, are_all=True)
 
 
 def _like_result(writer: GraphWriter, rows: Node, result: Node, layout: Layout, pairs: Pairs) -> Node:

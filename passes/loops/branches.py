@@ -25,7 +25,7 @@ from torch.fx import Node
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in, several
-from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
@@ -38,7 +38,7 @@ from moepass.passes.masks.chosen_rows import (
     masks_of_all_experts,
     masks_of_experts,
 )
-from moepass.passes.ops.arguments import all_arguments, named_arguments, permutation
+from moepass.passes.ops.arguments import all_arguments, named_arguments, permutation, positional
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
@@ -312,9 +312,7 @@ class Branches(RowRules):
         return self.writer.emit(aten.index.Tensor, table, [tensors[index].node for index in indices])
 
     def _check_operator(self, node: Node) -> None:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-            self._refuse(node, "is not an operator of ATen, so its effect on rows is unknown")
+        super()._check_operator(node)
         sizes = [used for used in node.all_input_nodes if not isinstance(fake_value(used), (torch.Tensor, tuple, list))]
         if sizes and not self._has_size_arguments(node):
             self._refuse(node, "computes with the number of rows")
@@ -453,9 +451,7 @@ class Branches(RowRules):
             arguments[name] = moved if isinstance(dims, (list, tuple)) else moved[0]
         if "dim" not in arguments and "dims" not in arguments:
             self._refuse(node, "operates on all dimensions")
-        arguments = dict(map_nodes(arguments, lambda used: tensors[used].node))
-        schema = node.target._schema  # type: ignore[union-attr]
-        return [arguments.pop(entry.name) for entry in schema.arguments if not entry.kwarg_only], arguments
+        return positional(node, map_nodes(arguments, lambda used: tensors[used].node))
 
     def _permuted_rows(self, node: Node, rows: RowsOfAll) -> Node:
         behind = [dim for dim in permutation(node) if dim > rows_dim(rows.layout)]
@@ -490,8 +486,8 @@ class Branches(RowRules):
             arguments = all_arguments(node)
             arguments["dim"] = arguments["dim"] % dims + 1
             arguments["self"] = first.node
-            names = [entry.name for entry in node.target._schema.arguments]  # type: ignore[union-attr]
-            return writer.emit(node.target, *(arguments[name] for name in names))  # type: ignore[arg-type]
+            args, kwargs = positional(node, arguments)
+            return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
         if has_trait(node, Trait.ELEMENTWISE) and isinstance(value, torch.Tensor):
             operands = {used: self._aligned(used, operand, value.dim()) for used, operand in tensors.items()}
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: operands.get(used, used))
@@ -509,7 +505,7 @@ class Branches(RowRules):
         return self.writer.viewed(value.node, [self.experts, *[1] * (dims - len(shape)), *shape])
 
     def _refuse(self, node: Node, what: str) -> NoReturn:
-        raise NotThisForm(f"{named(node)} {what}")
+        refuse(node, what)
 
 
 def grouped_gemm_for(rows: Node, weights: Node) -> Any:

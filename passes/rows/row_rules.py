@@ -20,7 +20,7 @@ from moepass.passes.ops.arguments import (
     named_arguments,
     permutation,
 )
-from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, is_aten, mutates
 from moepass.passes.rows.row_layout import (
     Layout,
     broadcast,
@@ -88,6 +88,23 @@ class RowRules:
         if base in ("mm", "addmm", "bmm"):
             return self._gemm(node, base, arguments)
         self._refuse(node, "is an operation that is not known to keep rows separate")
+
+    def _check_operator(self, node: Node) -> None:
+        """Refuse operators of other libraries, writes to inputs and random numbers."""
+        if not is_aten(node.target):
+            self._refuse(node, "is not an operator of ATen, so its effect on rows is unknown")
+        if mutates(node) or draws_random_numbers(node):
+            self._refuse(node, "writes to its inputs or draws random numbers")
+
+    def _check_layouts(self, node: Node, layouts: Layouts) -> None:
+        """Refuse rows that cannot be followed; one of several values may have an unknown layout if nothing reads it."""
+        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
+            if layout is None and isinstance(layouts, tuple):
+                continue
+            if layout is None or not fits(layout, value):
+                self._refuse(node, "gives rows in a way that cannot be followed")
+            if any(size.free_symbols for size in layout.of_a_row):
+                self._refuse(node, "gives each row as many features as there are rows")
 
     def _elementwise(self, node: Node) -> Layouts:
         value = fake_value(node)

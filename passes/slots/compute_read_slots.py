@@ -171,8 +171,7 @@ class _LookupWriter:
         """Return the results of the lookups. Raises NotThisForm."""
         writer, reads = self.writer, self.reads
         expert = self._read_numbers(self._expert_of_slots())
-        sorted_experts = writer.emit(aten.sort.stable, expert, stable=True)
-        sorted_expert, order = writer.getitem(sorted_experts, 0), writer.getitem(sorted_experts, 1)
+        sorted_expert, order = writer.sort(expert)
         count = writer.size(order, 0)
         every = writer.arange(writer.size(self.rows, 0), self.device)
         slot = writer.emit(aten.index.Tensor, self._read_numbers(self._with_fillers(every, 0)), [order])
@@ -182,7 +181,7 @@ class _LookupWriter:
             self.rows,
             self._rows_of_slots(self.rows, slot),
             count,
-            self._ends(sorted_expert, count),
+            self._ends(sorted_expert),
             lambda source: self._rows_of_slots(source, slot),
         ).write(inside)
         if reads.fill is not None:
@@ -195,18 +194,15 @@ class _LookupWriter:
 
     def _expert_of_slots(self) -> Node:
         """Return the expert of each row of the table; the number of experts for rows that are no slots."""
-        writer = self.writer
-        column = writer.emit(aten.unsqueeze.default, writer.arange(self.experts, self.device), -1)
-        wide = writer.emit(aten.expand.default, column, [self.experts, self.capacity])
-        return self._with_fillers(writer.emit(aten.reshape.default, wide, [-1]), self.experts)
+        experts = self.writer.group_of_each_row(self.experts, self.capacity, self.device)
+        return self._with_fillers(experts, self.experts)
 
     def _with_fillers(self, slot_numbers: Node, number: int) -> Node:
         """Return `slot_numbers` with `number` for each filled row of the table before or after the slots."""
         parts = [slot_numbers]
         for rows, is_before in ((self.reads.before, True), (self.reads.after, False)):
             if rows:
-                filler = self.writer.emit(aten.full.default, [rows], number, dtype=torch.int64, device=self.device)
-                parts.insert(0 if is_before else len(parts), filler)
+                parts.insert(0 if is_before else len(parts), self.writer.full([rows], number, self.device))
         return parts[0] if len(parts) == 1 else self.writer.emit(aten.cat.default, parts)
 
     def _read_numbers(self, table: Node) -> Node:
@@ -234,14 +230,11 @@ class _LookupWriter:
             results.append(result)
         return results
 
-    def _ends(self, sorted_expert: Node, count: Any) -> Node:
+    def _ends(self, sorted_expert: Node) -> Node:
         """Return the end of each expert's rows: int32 [experts]."""
         writer = self.writer
-        like = {"dtype": torch.int64, "device": self.device}
         # One more, for rows that no expert computes.
-        counts = writer.emit(aten.full.default, [self.experts + 1], 0, **like)
-        ones = writer.emit(aten.full.default, [count], 1, **like)
-        counts = writer.emit(aten.scatter_add.default, counts, 0, sorted_expert, ones)
+        counts = writer.counts(sorted_expert, self.experts + 1)
         sizes = writer.emit(aten.slice.Tensor, counts, 0, 0, self.experts)
         return writer.cast(writer.emit(aten.cumsum.default, sizes, 0), torch.int32)
 
@@ -260,8 +253,7 @@ class _LookupWriter:
         value = fake_value(table)
         if self.reads.fill is None or _is_positive(value.shape[0]):
             return table
-        shape = [1, *map(int, value.shape[1:])]
-        row = self.writer.emit(aten.full.default, shape, 0, dtype=value.dtype, device=self.device)
+        row = self.writer.full([1, *map(int, value.shape[1:])], 0, self.device, value.dtype)
         return self.writer.emit(aten.cat.default, [table, row])
 
 

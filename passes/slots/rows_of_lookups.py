@@ -18,7 +18,7 @@ from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, map_nodes, several
 from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.ops.arguments import all_arguments
-from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import ancestors, descendants
 from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
 from moepass.passes.rows.row_rules import Layouts, RowRules, fits
@@ -84,7 +84,7 @@ class RowsOfLookups(RowRules):
             assert isinstance(source, Node)
             self._layouts[node] = self.with_rows(node)
             return self.writer.getitem(self._values[source], position)  # type: ignore[arg-type]
-        self._check_operator(node, base)
+        self._check_operator(node)
         for used in node.all_input_nodes:
             self._add_operand(used, inside)
         self._layouts[node] = layouts = self.with_rows(node)
@@ -111,13 +111,10 @@ class RowsOfLookups(RowRules):
         self._check_written(node, layouts, written)
         return written
 
-    def _check_operator(self, node: Node, base: str) -> None:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-            self._refuse(node, "is not an ATen operator, so that its effect on rows is unknown")
-        is_repeated = base not in ("bmm", "gather", "scatter", "scatter_add")
-        is_repeated = is_repeated and not has_trait(node, Trait.GROUP_NORM, Trait.FILL)
-        if mutates(node) or draws_random_numbers(node) or not is_repeated:
+    def _check_operator(self, node: Node) -> None:
+        super()._check_operator(node)
+        base = base_operation(node)
+        if has_trait(node, Trait.GROUP_NORM, Trait.FILL) or base in ("bmm", "gather", "scatter", "scatter_add"):
             self._refuse(node, "is not an operation that moepass repeats for other rows")
         for value in several(fake_value(node)):
             # Rows that no expert computes are uninitialised, so that as indices or divisors they may fail.

@@ -32,7 +32,7 @@ from moepass.passes.graph.nodes import fake_value, is_call, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ops.arguments import named_arguments
-from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, operation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.rows.row_layout import Layout, no_rows
 from moepass.passes.rows.row_rules import Layouts, Place, RowRules, any_rows, fits, has_symbols, is_flat
@@ -136,22 +136,12 @@ class _Walk(RowRules):
             self._constant(node)
             return
         self._layouts[node] = layouts = self.with_rows(node)
-        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
-            # One of several values may have an unknown layout, as long as nothing reads it.
-            if layout is None and layouts is not None:
-                continue
-            if layout is None or not fits(layout, value):
-                self._refuse(node, "gives rows in a way that cannot be followed")
-            if any(size.free_symbols for size in layout.of_a_row):
-                self._refuse(node, "gives each row as many features as there are rows")
+        self._check_layouts(node, layouts)
 
     def _check_operator(self, node: Node) -> None:
-        target = node.target
-        is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-        if not is_known and getattr(target, "__module__", "") not in ("_operator", "torch"):
-            self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
-        if draws_random_numbers(node):
-            self._refuse(node, "draws random numbers, which differ between the block and its local form")
+        # Functions on sizes, and getitem.
+        if getattr(node.target, "__module__", "") not in ("_operator", "torch"):
+            super()._check_operator(node)
 
     def _size(self, node: Node) -> None:
         reads_rows = any(map(self._has_rows, node.all_input_nodes))
