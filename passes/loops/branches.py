@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import sympy
 import torch
@@ -25,7 +25,6 @@ from torch.fx import Node
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in, several
-from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
@@ -86,7 +85,7 @@ class Branches(RowRules):
     """The `experts` branches of one loop."""
 
     def __init__(self, writer: GraphWriter, fixed: FixedNodes, experts: int) -> None:
-        super().__init__((), {})
+        super().__init__()
         self.writer = writer
         self.experts = experts
         self.gemms: list[Node] = []
@@ -503,9 +502,6 @@ class Branches(RowRules):
             return value.node
         shape = list(fake_value(used).shape)
         return self.writer.viewed(value.node, [self.experts, *[1] * (dims - len(shape)), *shape])
-
-    def _refuse(self, node: Node, what: str) -> NoReturn:
-        refuse(node, what)
 
 
 def grouped_gemm_for(rows: Node, weights: Node) -> Any:

@@ -7,7 +7,7 @@ because the experts must keep rows separate. Every value is written as [rows, ..
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,7 +16,6 @@ from moepass.passes.blocks.expert_gemms import ExpertGemm, is_grouped_gemm
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, map_nodes, several
-from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import ancestors, descendants
@@ -48,7 +47,7 @@ class RowsOfLookups(RowRules):
         ends: Node,
         look_up: Callable[[Node], Node],
     ) -> None:
-        super().__init__([slots], {})
+        super().__init__([slots])
         self.writer, self.count, self.ends = writer, count, ends
         self._slot_count = size_expression(fake_value(slots).shape[0])
         self._gemms = gemms
@@ -151,6 +150,3 @@ class RowsOfLookups(RowRules):
 
     def _new_rows(self, node: Node) -> Node:
         return next(self._values[used] for used in node.all_input_nodes if self._has_rows(used))
-
-    def _refuse(self, node: Node, what: str) -> NoReturn:
-        refuse(node, what)

@@ -56,7 +56,7 @@ class RoutingRules(RowRules):
     """The rules of rows, with routing; `facts` has the meaning of numbers that are valid only within a chunk."""
 
     def __init__(self, excluded_ids: frozenset[Node]) -> None:
-        super().__init__((), {})
+        super().__init__()
         self._excluded_ids = excluded_ids
         self.facts: dict[Node, Fact] = {}
         # The ids of each sort, and of each node with sorted ids.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy
 import torch
@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, nodes_in, several
-from moepass.passes.graph.not_this_form import NotThisForm, refuse
+from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.ops.arguments import all_arguments, named_arguments
 from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_aten, operation
@@ -362,6 +362,3 @@ class _TokenWalk(RoutingRules):
     def _follows_rules(self, node: Node) -> bool:
         knows_inputs = all(self._has_rows(used) or not self._depends(used) for used in node.all_input_nodes)
         return is_aten(node.target) and knows_inputs and not any(used in self.facts for used in node.all_input_nodes)
-
-    def _refuse(self, node: Node, what: str) -> NoReturn:
-        refuse(node, what)

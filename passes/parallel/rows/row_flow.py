@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
@@ -38,6 +38,11 @@ from moepass.passes.rows.row_layout import Layout, no_rows
 from moepass.passes.rows.row_rules import Layouts, Place, RowRules, any_rows, fits, has_symbols, is_flat
 
 aten = torch.ops.aten
+
+_CHANGE = (
+    "expected an activation function that computes every row alone, from that row and constants, independent of other "
+    "rows; compute element by element or along features, or move this before or after the experts"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +112,8 @@ class _Walk(RowRules):
     def __init__(
         self, starts: Iterable[Node], unmasked: Mapping[Node, Node], copies: Mapping[Node, Node], sizes: Iterable[Node]
     ) -> None:
-        super().__init__(starts, copies)
+        super().__init__(starts)
+        self._copies = copies
         self._unmasked = unmasked
         self._sizes = set(sizes)
 
@@ -137,6 +143,13 @@ class _Walk(RowRules):
             return
         self._layouts[node] = layouts = self.with_rows(node)
         self._check_layouts(node, layouts)
+
+    def _named(self, node: Node) -> str:
+        """Name the original of a copy, which has a line in the model."""
+        return super()._named(self._copies.get(node, node))
+
+    def _refuse(self, node: Node, what: str) -> NoReturn:
+        raise NotThisForm(f"between its GEMMs {self._named(node)} {what}; {_CHANGE}")
 
     def _check_operator(self, node: Node) -> None:
         # Functions on sizes, and getitem.
