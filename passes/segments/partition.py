@@ -42,15 +42,7 @@ from moepass.passes.graph.nodes import (
 )
 from moepass.passes.ir.plan import MoEBlock, Plan, Step
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
-from moepass.passes.ir.segment import (
-    BLOCK_EDGE_KEY,
-    PART_KEY,
-    REGION_KEY,
-    TOKENS_KEY,
-    Segment,
-    SegmentUse,
-    role_of,
-)
+from moepass.passes.ir.segment import BLOCK_EDGE_KEY, PART_KEY, REGION_KEY, TOKENS_KEY, Segment, SegmentUse, role_of
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.ops.traits import is_view, mutates
 from moepass.passes.ops.walk import ancestors
