@@ -32,7 +32,7 @@ from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
 from moepass.passes.masks.chosen_rows import SortedPairs, masks_of_all_experts, masks_of_experts
-from moepass.passes.ops.arguments import all_arguments, named_arguments, permutation, positional
+from moepass.passes.ops.arguments import all_arguments, dims_along, matrix_operands, permutation, positional, with_dims
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
@@ -256,7 +256,7 @@ class Branches(RowRules):
         self._layouts[node] = layouts = self.with_rows(node)
         self._check_results(nodes, layouts)
         if base in ("mm", "addmm"):
-            return RowsOfAll(self._gemm_product(node, base, named_arguments(node), tensors), layouts)
+            return RowsOfAll(self._gemm_product(node, tensors), layouts)
         if node in self._whole:
             return dataclasses.replace(self._only_rows(tensors), layouts=layouts)
         return RowsOfAll(self._repeated(node, base, tensors, layouts), layouts)
@@ -340,18 +340,18 @@ class Branches(RowRules):
     def _only_rows(self, tensors: dict[Node, Together]) -> RowsOfAll:
         return next(value for value in tensors.values() if isinstance(value, RowsOfAll))
 
-    def _gemm_product(self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together]) -> Node:
-        left, right = (arguments[name] for name in (("self", "mat2") if base == "mm" else ("mat1", "mat2")))
+    def _gemm_product(self, node: Node, tensors: dict[Node, Together]) -> Node:
+        left, right, added = matrix_operands(node)
         rows, weights = tensors[left], tensors[right]
         if not isinstance(rows, RowsOfAll) or isinstance(weights, RowsOfAll):
             self._refuse(node, "has no rows on its left, or rows on its right")
         product = self._product(node, rows, weights)
-        if base == "mm":
+        if added is None:
             return product
-        for name in ("beta", "alpha"):
-            if all_arguments(node)[name] != 1:
-                self._refuse(node, "has a factor `alpha` or `beta`")
-        return self.writer.emit(aten.add.Tensor, product, self._operand(arguments["self"], tensors, 1))
+        arguments = all_arguments(node)
+        if arguments["beta"] != 1 or arguments["alpha"] != 1:
+            self._refuse(node, "has a factor `alpha` or `beta`")
+        return self.writer.emit(aten.add.Tensor, product, self._operand(added, tensors, 1))
 
     def _product(self, node: Node, rows: RowsOfAll, weights: ByExpert | Shared) -> Node:
         """Return rows [rows, in] times the weights [in, out] of their experts, or times weights that all share."""
@@ -433,18 +433,13 @@ class Branches(RowRules):
             return args, kwargs
         if not has_trait(node, Trait.ALONG, Trait.TOGETHER) and base != "index_select":
             self._refuse(node, "is not an operation that moepass can compute for all experts together")
-        arguments = all_arguments(node)
         source = self._only_rows(tensors).layout
         if base == "stack":
             source = Layout((*source.dimensions, ()))
-        for name in ("dim", "dims"):
-            if arguments.get(name) is None:
-                continue
-            dims = arguments[name]
-            moved = [dim_in_front(source, dim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
-            arguments[name] = moved if isinstance(dims, (list, tuple)) else moved[0]
-        if "dim" not in arguments and "dims" not in arguments:
+        dims = dims_along(node, len(source.dimensions))
+        if dims is None:
             self._refuse(node, "operates on all dimensions")
+        arguments = with_dims(node, [dim_in_front(source, dim) for dim in dims])
         return positional(node, map_nodes(arguments, lambda used: tensors[used].node))
 
     def _permuted_rows(self, node: Node, rows: RowsOfAll) -> Node:
@@ -475,12 +470,9 @@ class Branches(RowRules):
             return writer.emit(aten.permute.default, first.node, [0, *(dim + 1 for dim in permutation(node))])
         if has_trait(node, Trait.RESHAPE):
             return writer.viewed(first.node, [self.experts, *value.shape])
-        dims = fake_value(next(iter(tensors))).dim()
         if has_trait(node, Trait.SLICE, Trait.SPLIT) and not operands_after:
-            arguments = all_arguments(node)
-            arguments["dim"] = arguments["dim"] % dims + 1
-            arguments["self"] = first.node
-            args, kwargs = positional(node, arguments)
+            dims = dims_along(node, fake_value(next(iter(tensors))).dim()) or []
+            args, kwargs = positional(node, {**with_dims(node, [dim + 1 for dim in dims]), "self": first.node})
             return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
         if has_trait(node, Trait.ELEMENTWISE) and isinstance(value, torch.Tensor):
             operands = {used: self._aligned(used, operand, value.dim()) for used, operand in tensors.items()}
