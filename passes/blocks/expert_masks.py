@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from typing import cast
 
 import torch
 from torch.fx import Node
@@ -17,23 +15,8 @@ from moepass.passes.ops.walk import first_inputs, origin
 
 aten = torch.ops.aten
 
-# Types that hold every expert id.
-_ID_TYPES = (torch.int64, torch.int32)
 # Operators that do not change 0 and 1.
 _KEEPS_MASK = (Trait.COPY, Trait.CAST)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """Expert ids [tokens, k] of a top-k over `experts`, k different ones for each token; or its flat ids [pairs]."""
-
-    ids: Node
-    experts: int
-
-    @property
-    def k(self) -> int:
-        shape = fake_value(self.ids).shape
-        return int(shape[1]) if len(shape) == 2 else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +42,7 @@ def chosen_experts(node: Node) -> Mask | None:
             break
         node = node.all_input_nodes[0]
     ids = _ids_of_mask(node)
-    return None if ids is None or chosen_by_top_k(ids) is None else Mask(ids, is_by_expert)
+    return None if ids is None or not _are_different(ids) else Mask(ids, is_by_expert)
 
 
 def gathered_mask(node: Node) -> Collective | None:
@@ -102,21 +85,13 @@ def _ids_of_mask(node: Node) -> Node | None:
     return ids if rows[0] == rows[1] else None  # otherwise, the last tokens have no experts
 
 
-def chosen_by_top_k(node: object) -> Chosen | None:
-    """Return `node` as the ids [tokens, k] or [tokens · k] of a top-k of scores [tokens, experts], or None."""
-    if not isinstance(node, Node):
-        return None
-    *casts, node = first_inputs(node, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
-    if node.op != "call_function" or any(
-        getattr(fake_value(step), "dtype", None) not in _ID_TYPES for step in (*casts, node)
-    ):
-        return None
-    if fake_value(node).dim() == 1 and has_trait(node, Trait.RESHAPE):
-        source = chosen_by_top_k(node.args[0])
-        return Chosen(node, source.experts) if source is not None else None
-    if not is_call(node, operator.getitem) or node.args[1] != 1 or not is_call(node.args[0], aten.topk.default):
-        return None
-    arguments = all_arguments(cast("Node", node.args[0]))
-    shape = fake_value(arguments["self"]).shape
-    is_known = isinstance(shape[-1], int) and isinstance(arguments["k"], int)
-    return Chosen(node, int(shape[1])) if len(shape) == 2 and is_known and arguments["dim"] % 2 == 1 else None
+def _are_different(ids: Node) -> bool:
+    """Return whether `ids` are those of a top-k of each row."""
+    *steps, ids = first_inputs(ids, lambda step: has_trait(step, *_KEEPS_MASK))
+    if any(fake_value(step).dtype not in (torch.int64, torch.int32) for step in steps):
+        return False  # rounding may make two ids equal
+    if base_operation(ids) != "getitem" or ids.args[1] != 1:
+        return False
+    chosen = ids.args[0]
+    assert isinstance(chosen, Node)
+    return base_operation(chosen) == "topk" and fake_value(ids).dim() == 2 and all_arguments(chosen)["dim"] % 2 == 1

@@ -25,7 +25,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
-from moepass.passes.blocks.expert_masks import Chosen
 from moepass.passes.dense.backgrounds import Backgrounds
 from moepass.passes.dense.read_results import SumOverExperts, sums_over_experts
 from moepass.passes.dense.rows_of_pairs import PairRows, RowsOfPairs
@@ -36,7 +35,7 @@ from moepass.passes.graph.not_this_form import NotThisForm, refuse
 from moepass.passes.graph.source_lines import in_words, named, place_of
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.masks.chosen_rows import SortedPairs
+from moepass.passes.masks.chosen_rows import Chosen, SortedPairs
 from moepass.passes.ops.traits import mutates
 from moepass.passes.ops.walk import descendants
 from moepass.passes.rows.row_layout import is_features, ratio, size_of

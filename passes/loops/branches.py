@@ -22,7 +22,6 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.blocks.expert_masks import Chosen, chosen_by_top_k
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in, several
@@ -31,7 +30,13 @@ from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
-from moepass.passes.masks.chosen_rows import SortedPairs, masks_of_all_experts, masks_of_experts
+from moepass.passes.masks.chosen_rows import (
+    Chosen,
+    SortedPairs,
+    chosen_by_top_k,
+    masks_of_all_experts,
+    masks_of_experts,
+)
 from moepass.passes.ops.arguments import all_arguments, dims_along, matrix_operands, permutation, positional, with_dims
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.rows.equal_arguments import compute_the_same

@@ -21,11 +21,12 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.blocks.expert_masks import chosen_by_top_k, chosen_experts
+from moepass.passes.blocks.expert_masks import chosen_experts
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes, several
+from moepass.passes.masks.chosen_rows import chosen_by_top_k
 from moepass.passes.ops.arguments import all_arguments, fill_number, is_arange
 from moepass.passes.ops.traits import Trait, has_trait, is_view, mutates
 from moepass.passes.ops.walk import first_inputs, origin

@@ -14,13 +14,12 @@ import dataclasses
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.blocks.expert_masks import Chosen
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.loops.branches import Branches, RowsOfAll
-from moepass.passes.masks.chosen_rows import expert_mask, selected_column
+from moepass.passes.masks.chosen_rows import Chosen, expert_mask, selected_column
 from moepass.passes.ops.arguments import all_arguments, fill_number, is_mask
 from moepass.passes.ops.traits import Trait, has_trait
 

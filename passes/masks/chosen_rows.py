@@ -22,13 +22,29 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from moepass.passes.blocks.expert_masks import Chosen, chosen_by_top_k
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ops.arguments import all_arguments, is_arange, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.walk import first_inputs
 
 aten = torch.ops.aten
+
+# Types that hold every expert id.
+_ID_TYPES = (torch.int64, torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Expert ids [tokens, k] of a top-k over `experts`, k different ones for each token; or its flat ids [pairs]."""
+
+    ids: Node
+    experts: int
+
+    @property
+    def k(self) -> int:
+        shape = fake_value(self.ids).shape
+        return int(shape[1]) if len(shape) == 2 else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +174,26 @@ def _one_hot(left: object, right: object) -> Chosen | None:
         if chosen is not None and is_arange(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
             return chosen
     return None
+
+
+def chosen_by_top_k(node: object) -> Chosen | None:
+    """Return `node` as the ids [tokens, k] or [tokens · k] of a top-k of scores [tokens, experts], or None."""
+    if not isinstance(node, Node):
+        return None
+    *casts, node = first_inputs(node, lambda step: has_trait(step, Trait.CAST, Trait.COPY))
+    if node.op != "call_function" or any(
+        getattr(fake_value(step), "dtype", None) not in _ID_TYPES for step in (*casts, node)
+    ):
+        return None
+    if fake_value(node).dim() == 1 and has_trait(node, Trait.RESHAPE):
+        source = chosen_by_top_k(node.args[0])
+        return Chosen(node, source.experts) if source is not None else None
+    if not is_call(node, operator.getitem) or node.args[1] != 1 or not is_call(node.args[0], aten.topk.default):
+        return None
+    arguments = all_arguments(cast("Node", node.args[0]))
+    shape = fake_value(arguments["self"]).shape
+    is_known = isinstance(shape[-1], int) and isinstance(arguments["k"], int)
+    return Chosen(node, int(shape[1])) if len(shape) == 2 and is_known and arguments["dim"] % 2 == 1 else None
 
 
 def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:
