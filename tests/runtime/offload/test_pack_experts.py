@@ -78,7 +78,7 @@ HOMES = [
 def test_lossless_experts_compute_the_same_from_every_home(home: str, tmp_path: Path) -> None:
     folder = _saved(tmp_path)
     ranks = 1 if home in ("host", "device") else 2
-    results = run_ranks(ranks, _from_files_and_from_memory, folder, home, "lossless", folder)
+    results = run_ranks(ranks, _from_files_and_from_memory, folder, home, "lossless", folder, timeout=180)
     home_bytes = 0
     for expected, (of_files, formats, nbytes), (of_memory, *_, same_nbytes) in results:
         assert torch.equal(of_files, expected)
@@ -117,7 +117,7 @@ def test_elf_keeps_its_bound(dtype: torch.dtype, bound: float, home: str, tmp_pa
     # Elements are packed one by one, so a packed checkpoint has the same weights.
     pack_checkpoint(folder, tmp_path / "packed", "elf", lambda done, total: None)
     ranks = 2 if home == "peer" else 1
-    results = run_ranks(ranks, _from_files_and_from_memory, folder, home, "elf", tmp_path / "packed")
+    results = run_ranks(ranks, _from_files_and_from_memory, folder, home, "elf", tmp_path / "packed", timeout=180)
     for expected, (of_files, formats, _), (of_memory, *_) in results:
         assert [*formats] == [f"elf {'fp32' if dtype == torch.float32 else 'fp16'}"]
         assert torch.equal(of_files, expected)
