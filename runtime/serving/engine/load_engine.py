@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.load_model import is_quantized, load_model
 from moepass.models.errors import CheckpointError, InputError
+from moepass.models.layouts.published import ExpertFormat
 from moepass.models.sizes.architecture import short_dtype
 from moepass.models.sizes.families import from_config
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
@@ -33,6 +34,7 @@ from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.options.home_options import Device, HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
 from moepass.runtime.offload.offload import NoExpertsError
+from moepass.runtime.offload.pack_experts import STORED
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.attention.varlen_attention import layer_obstacle
@@ -80,7 +82,7 @@ class EngineOptions:
 
     Attributes:
         home: home of the experts; None loads them on the device, as transformers does. `Device` does the same for
-            checkpoints without quantised experts.
+            checkpoints without quantised experts, unless `expert_format` packs them.
         dtype: by default the checkpoint's dtype.
         slots: slots of the ring, by default as planned.
         memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
@@ -88,6 +90,7 @@ class EngineOptions:
         step_tokens: tokens of a full step, by default as planned.
         sharers: number of processes that share the memory of the device, this one included.
         warms_up: run steps before the first request, so that no request waits for a compilation.
+        expert_format: see `offload_experts`; with a home of None always "stored".
     """
 
     home: HomeOptions | None
@@ -100,6 +103,7 @@ class EngineOptions:
     step_tokens: int | None = None
     sharers: int = 1
     warms_up: bool = True
+    expert_format: ExpertFormat = STORED
 
 
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
@@ -112,9 +116,10 @@ def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | 
 
 
 def _load(folder: Path, options: EngineOptions) -> PreTrainedModel:
-    home = options.home
-    if home is not None and (not isinstance(home, Device) or is_quantized(folder)):
-        with contextlib.suppress(NoExpertsError) if isinstance(home, Device) else contextlib.nullcontext():
+    home, is_packed = options.home, options.expert_format != STORED
+    if home is not None and (not isinstance(home, Device) or is_packed or is_quantized(folder)):
+        may_be_dense = isinstance(home, Device) and not is_packed
+        with contextlib.suppress(NoExpertsError) if may_be_dense else contextlib.nullcontext():
             return load_pretrained(
                 folder,
                 home=home,
@@ -125,6 +130,7 @@ def _load(folder: Path, options: EngineOptions) -> PreTrainedModel:
                 tokens=options.step_tokens,
                 dtype=options.dtype,
                 progress=lambda done, total: None,
+                expert_format=options.expert_format,
             )
     model = load_model(folder, options.dtype)
     model.to(options.device)
