@@ -228,6 +228,7 @@ def make_engine(
         key=key,
         exposed_seconds=exposed_seconds,
         block_bytes=block_bytes(shapes) if block_count else 0,
+        runs_ahead=is_cuda,
     )
     if store is not None:
         store.warns_of_uncompiled_calls = is_compiled
