@@ -12,18 +12,19 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, and each would compile all modules if none wrote bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-slow test-packages record-packages test-gpu benchmark-gpu source-tree lint types benchmarks clean
+.PHONY: help install demo test test-slow test-packages record-packages test-gpu benchmark-gpu gpu-acceptance source-tree lint types benchmarks clean
 
 help:
 	@echo "make demo        score text with the demo model, its experts streamed; then send a request to a server"
 	@echo "make install     create a virtual environment in $(VENV) with pinned versions (other targets do this first)"
-	@echo "make test        run ruff, mypy and the fast tests (5 to 8 minutes on 2 cores)"
-	@echo "make test-slow   run the slow tests (up to 2 hours on 2 cores; TEST_SEED=7 draws other random cases, TEST_TIMES=10"
+	@echo "make test        run ruff, mypy and the fast tests (5 to 7 minutes on 2 cores)"
+	@echo "make test-slow   run the slow tests (60 to 90 minutes on 2 cores; TEST_SEED=7 draws other random cases, TEST_TIMES=10"
 	@echo "                 ten times as many)"
 	@echo "make test-packages  run MoE layers, decoders and clients of other projects; installs them in $(PACKAGES)"
 	@echo "                 (make record-packages writes the results into docs/)"
 	@echo "make test-gpu    run the tests that need a CUDA device and a CUDA build of torch; make benchmark-gpu measures"
-	@echo "                 (with PYTHON_GPU=python3 both use that Python and its packages, and install nothing)"
+	@echo "make gpu-acceptance  check on a GPU in ten minutes: attention, server, memory, ranks, CUDA graphs, kernels, threshold"
+	@echo "                 (with PYTHON_GPU=python3 these three use that Python and its packages, and install nothing)"
 	@echo "make lint        run ruff only"
 	@echo "make types       run mypy only"
 	@echo "make benchmarks  run all benchmarks of docs/results"
@@ -62,7 +63,8 @@ $(PACKAGES)/.installed: $(INSTALLED) tests/packages/requirements.txt
 	@touch $@
 
 # A Python with a CUDA build of torch and the packages needs no environment and no network:
-# make test-gpu PYTHON_GPU=python3. Its tests and benchmarks import the source tree through links that form the package.
+# make test-gpu PYTHON_GPU=python3. Its tests, benchmarks and checks import the source tree through links that form the
+# package.
 ifdef PYTHON_GPU
 GPU_NEEDS := source-tree
 GPU_PYTHON := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(SOURCE_TREE):$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON_GPU)
@@ -80,6 +82,9 @@ test-gpu: $(GPU_NEEDS)
 
 benchmark-gpu: $(GPU_NEEDS)
 	$(GPU_PYTHON) -m benchmarks.gpu all --output build/gpu
+
+gpu-acceptance: $(GPU_NEEDS)
+	$(GPU_PYTHON) -m benchmarks.gpu_acceptance --output build/gpu/acceptance
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -16,22 +16,28 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 console = Console(width=132)
 
 
-def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """Return a Qwen3-MoE with hidden 512, 32 experts of width 256, top-4: about 50 MB of experts per layer in fp32."""
-    config = Qwen3MoeConfig(
-        hidden_size=512,
-        moe_intermediate_size=256,
-        intermediate_size=512,
-        num_experts=32,
-        num_experts_per_tok=4,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=1024,
-        use_cache=False,
-        norm_topk_prob=True,
-    )
+def reference_model(
+    layers: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: object
+) -> PreTrainedModel:
+    """Return a Qwen3-MoE with hidden 512, 32 experts of width 256, top-4: about 50 MB of experts per layer in fp32.
+
+    `sizes` are other values of the configuration.
+    """
+    defaults: dict[str, object] = {
+        "hidden_size": 512,
+        "moe_intermediate_size": 256,
+        "intermediate_size": 512,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1024,
+        "use_cache": False,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(**(defaults | sizes))
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM._from_config(config, dtype=dtype).eval()
     model.set_experts_implementation("grouped_mm")

@@ -1,7 +1,7 @@
 """Measure how fast one core decodes each layout of quantised weights into a slot, beside a copy of as many bytes.
 
 The weights have the expert sizes of qwen3-30b-a3b. They are random codes, or for lossless packing random numbers with a
-normal distribution. Every round decodes all layouts in turn, and packs one matrix.
+normal distribution. Every round decodes all layouts in turn, and packs as many matrices.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moepass.models.layouts.published import read_quantization
 from moepass.models.layouts.weight_layout import Formula, WeightLayout
 from moepass.runtime.kernels.cpu_decoder import can_decode
 from moepass.runtime.kernels.decoders import decode_matrices
+from moepass.runtime.kernels.encoders import encode_matrices
 
 ROWS, COLUMNS = 768, 2048
 PACKING = "lossless bf16, packing"
@@ -47,7 +48,7 @@ def main(
     experts: Annotated[int, typer.Option(help="Matrices that are decoded at once.")] = 16,
     rounds: Annotated[int, typer.Option(help="Rounds that are measured.")] = 15,
 ) -> None:
-    """Print bytes at rest and rates of decoding, in GB/s of the bf16 bytes that are written."""
+    """Print bytes at rest and rates of decoding, in GB/s of the bf16 bytes that are written, or packed."""
     torch.set_num_threads(1)
     layouts = {
         name: read_quantization(config, model_type, name).layouts[0] for name, (config, model_type) in CONFIGS.items()
@@ -72,13 +73,13 @@ def main(
         decode_matrices(formulas[name], stored[name], targets[name])
 
     variants: dict[str, Callable[[], object]] = {name: functools.partial(decode, name) for name in formulas}
-    packing = {PACKING: lambda: lossless.encode(weights)}
+    sources = [weights] * experts
+    packing = {PACKING: lambda: encode_matrices(lossless, sources, (experts, ROWS, COLUMNS))}
     seconds = interleaved_seconds({"memcpy": lambda: targets["nvfp4"].copy_(matrix), **variants, **packing}, rounds)
     stored[PACKING] = stored["lossless bf16"]
     rows = []
     for name, times in seconds.items():
-        nbytes = weights.nbytes if name == PACKING else matrix.nbytes
-        rates = [nbytes / value / 1e9 for value in times]
+        rates = [matrix.nbytes / value / 1e9 for value in times]
         nbytes = sum(tensor.nbytes for tensor in stored[name].values()) if name in stored else matrix.nbytes
         rows.append([name, f"{nbytes / matrix.nbytes:.3f}", median_and_spread(rates)])
     print_table(

@@ -29,7 +29,7 @@ import typer
 import moepass
 from benchmarks.common import print_table, verdict
 from benchmarks.parts.emulated_exchange import exchanges_take
-from moepass.runtime.lowering.lower_experts import multiply
+from moepass.runtime.lowering.cpu_gemms import multiply
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 
 RANKS = 2

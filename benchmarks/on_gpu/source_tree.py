@@ -64,7 +64,9 @@ def use_source_tree() -> None:
         folder = ROOT / "build" / "source-tree"
         link_source_tree(folder)
         sys.path.insert(0, str(folder))
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
+        # A child that runs a module would find the folder `moepass` in the current folder first.
+        os.environ["PYTHONSAFEPATH"] = "1"
         importlib.invalidate_caches()
 
 

@@ -151,6 +151,8 @@ def measure_streaming(
     deadline: Deadline,
     failures: Failures,
     folder: Path | None = None,
+    *,
+    times_accelerate: bool = True,
 ) -> StreamingResult:
     """Print one table for steps of `counts` tokens."""
     table = ResultTable(
@@ -178,7 +180,8 @@ def measure_streaming(
             result.missing.append(f"{tokens} tokens: {failures.add(error)}")
     result.observed = crossing(result.rate_ratios(STREAMED, RESIDENT), SATURATED)
     try:
-        _measure_accelerate(model, measure, target, counts, result, deadline)
+        if times_accelerate:
+            _measure_accelerate(model, measure, target, counts, result, deadline)
     except Exception as error:
         result.missing.append(f"accelerate: {failures.add(error)}")
     table.finish(_note(result, errors, rounds))

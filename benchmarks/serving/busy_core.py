@@ -26,7 +26,7 @@ import typer
 from benchmarks.common import median_and_spread
 from benchmarks.serving.overload import MOST_REFUSAL_SECONDS, percentile, phase
 from benchmarks.serving.served import served_process
-from benchmarks.serving.serving_workloads import larger_model
+from benchmarks.serving.serving_workloads import SMALL_FP32, random_model
 from benchmarks.serving.shared import print_table, verdict
 
 CLIENTS, OVERLOAD = 4, 3
@@ -49,7 +49,7 @@ def main(seconds: float = 15.0, turns: int = 3) -> None:
     """Alternate phases of SECONDS each, TURNS times."""
     quiet, busy, refusals = [], [], []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
-        larger_model(Path(folder))
+        random_model(SMALL_FP32, Path(folder))
         arguments = [folder, "--kv-cache", "off", "--queue-seconds", str(QUEUE_SECONDS)]
         with served_process(arguments, {**os.environ, "MOEPASS_CACHE_DIR": ""}, log) as served:
             phase(served, seconds, "closed", CLIENTS)  # warm up code and the server's estimate of its rate

@@ -42,7 +42,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(int(sys.argv[2]))
-    model = load_model(Path(sys.argv[1]), torch.float32)
+    model = load_model(Path(sys.argv[1]))
     model.set_experts_implementation("grouped_mm")
     print("{}", file=answers, flush=True)
     for line in sys.stdin:

@@ -6,13 +6,32 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.serving.shared import reference_model
 from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
 
-LARGER_LAYERS = 8
+SMALL_FP32 = "hidden-512-fp32"
+# Layers, dtype and sizes of the models with random weights. A layer of the first has the sizes of qwen3-30b-a3b, and a
+# quarter of its experts.
+RANDOM_MODELS: dict[str, tuple[int, torch.dtype, dict[str, object]]] = {
+    "hidden-2048-bf16": (
+        3,
+        torch.bfloat16,
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+    ),
+    "hidden-512-bf16": (8, torch.bfloat16, {}),
+    SMALL_FP32: (8, torch.float32, {}),
+}
 # Smaller ids are padding, begin and end of text.
 _FIRST_ORDINARY_ID = 3
 
@@ -21,17 +40,19 @@ Prompts = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A model in `folder`, with the size of its vocabulary and its longest sequence."""
+    """A model in `folder`, with its dtype, the size of its vocabulary and its longest sequence."""
 
     name: str
     folder: Path
+    dtype: torch.dtype
     vocabulary: int
     longest: int
 
 
-def larger_model(folder: Path) -> ServedModel:
-    """Save a model with 8 layers, 50 MB of experts each, and a byte tokenizer in `folder`."""
-    reference_model(LARGER_LAYERS).save_pretrained(folder)
+def random_model(name: str, folder: Path) -> ServedModel:
+    """Save the model `name` of RANDOM_MODELS and a byte tokenizer in `folder`."""
+    layers, dtype, sizes = RANDOM_MODELS[name]
+    reference_model(layers, dtype=dtype, **sizes).save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,17 +63,17 @@ def larger_model(folder: Path) -> ServedModel:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>").save_pretrained(
         folder
     )
-    return _described("8 layers, hidden 512", folder)
+    return _described(name, folder, dtype)
 
 
 def demo_model() -> ServedModel:
     """Return the embedded model."""
-    return _described("demo", resolve_model("demo"))
+    return _described("demo", resolve_model("demo"), torch.float32)
 
 
-def _described(name: str, folder: Path) -> ServedModel:
+def _described(name: str, folder: Path, dtype: torch.dtype) -> ServedModel:
     config = load_config(folder).get_text_config()
-    return ServedModel(name, folder, int(config.vocab_size), int(config.max_position_embeddings))
+    return ServedModel(name, folder, dtype, int(config.vocab_size), int(config.max_position_embeddings))
 
 
 def prompts_of(workload: str, model: ServedModel, scale: int, seed: int) -> Prompts:

@@ -24,7 +24,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model=folder, dtype="float32", max_model_len=longest, enable_prefix_caching=True, seed=0)
+    engine = LLM(model=folder, dtype="auto", max_model_len=longest, enable_prefix_caching=True, seed=0)
     wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, detokenize=False)
     print("{}", file=answers, flush=True)
     for line in sys.stdin:

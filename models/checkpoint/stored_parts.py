@@ -16,6 +16,7 @@ from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_recipes import (
     Converted,
     Decoded,
+    InMemory,
     Joined,
     Recipe,
     Replayed,
@@ -67,7 +68,7 @@ def bank_parts(tensors: Mapping[str, torch.Tensor]) -> list[list[MatrixPart]] | 
 
 def stored_parts(recipe: Recipe) -> list[MatrixPart]:
     """Return the parts that make up the tensor of `recipe`. Raises UnfollowedError at an operation without a rule."""
-    if isinstance(recipe, Stored):
+    if isinstance(recipe, (Stored, InMemory)):
         return [MatrixPart(0, 0, recipe.shape[0] if recipe.shape else 1, "", None, {Role.VALUES: recipe})]
     if isinstance(recipe, Decoded):
         formula = recipe.layout.formula

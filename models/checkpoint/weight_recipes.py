@@ -297,11 +297,52 @@ class Checked(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class InMemory(Recipe):
+    """A tensor that was computed while the model is loaded.
+
+    Only rows [first, first + len(values)) are in memory, those of this rank. `origin` describes what the tensor was
+    computed from; it is equal on all ranks.
+    """
+
+    values: torch.Tensor
+    first: int
+    shape: tuple[int, ...]
+    origin: str
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Dtype of the tensor."""
+        return self.values.dtype
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor. All of its rows must be in memory."""
+        assert self.values.shape == self.shape, f"rows {self.first} to {self.first + len(self.values)} are in memory"
+        return self.values
+
+    def rows(self, start: int, stop: int) -> InMemory:
+        """Return the recipe of rows [start, stop)."""
+        values = self.values[max(0, start - self.first) : max(0, stop - self.first)]
+        return InMemory(values, max(0, self.first - start), (stop - start, *self.shape[1:]), self.origin)
+
+    def sources(self) -> list[Recipe]:
+        """Return nothing."""
+        return []
+
+    def file_ranges(self) -> Iterator[FileRange]:
+        """Raise UnfollowedError: no file stores the tensor."""
+        raise UnfollowedError("packing while it is loaded")
+
+    def describe(self) -> str:
+        """Return a text that is equal for equal recipes, on all ranks."""
+        return f"{self.origin} {self.dtype} {list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Decoded(Recipe):
     """A quantised matrix, or one for each expert, decoded from stored tensors when it is read."""
 
     layout: WeightLayout
-    parts: Mapping[Role, Stored | Checked]
+    parts: Mapping[Role, Stored | Checked | InMemory]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -316,7 +357,7 @@ class Decoded(Recipe):
             rows, columns = shape[:-3:-1] if formula.is_transposed else shape[-2:]
             blocks = formula.block_counts(rows, columns)[1]
         checked = (Role.SCALES, Role.GLOBAL_SCALE, Role.BLOCK_INDICES)
-        parts: dict[Role, Stored | Checked] = {}
+        parts: dict[Role, Stored | Checked | InMemory] = {}
         for role, item in stored.items():
             recipe = Checked(item, role, blocks) if role in checked else item
             if not (isinstance(recipe, Checked) and recipe.is_in_order):

@@ -17,6 +17,7 @@ Sections (see packed_floats.py):
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
@@ -27,6 +28,8 @@ from moepass.models.layouts.packed_floats import PackedFormula, sealed
 
 class ElfFormula(PackedFormula, frozen=True, tag="elf"):
     """The formula that decodes matrices with an absolute error of at most `bound`. Numbers are fp32 or fp16."""
+
+    exception_bytes: ClassVar[int] = 8
 
     @property
     def suffixes(self) -> dict[Role, str]:

@@ -34,6 +34,7 @@ class LosslessFormula(PackedFormula, frozen=True, tag="lossless"):
 
     code_planes: ClassVar[int] = _CODE_PLANES
     row_bytes: ClassVar[int] = 8
+    exception_bytes: ClassVar[int] = 1
 
     @property
     def suffixes(self) -> dict[Role, str]:

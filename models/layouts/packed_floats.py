@@ -73,6 +73,8 @@ class PackedFormula(msgspec.Struct, frozen=True):
     code_planes: ClassVar[int] = 0
     # Bytes between the checksums and the bit planes, for each row.
     row_bytes: ClassVar[int] = 0
+    # Bytes behind the bit planes for each element that is an escape or an exception.
+    exception_bytes: ClassVar[int] = 0
 
     @property
     def type(self) -> FloatType:
@@ -96,6 +98,14 @@ class PackedFormula(msgspec.Struct, frozen=True):
     def planes_end(self, rows: int, columns: int) -> int:
         """Return the offset in the sections of the bytes behind the bit planes."""
         return CHECKSUM_BYTES + rows * (self.row_bytes + self.planes * -(-columns // 8))
+
+    def least_bytes(self, rows: int, columns: int) -> int:
+        """Return the least bytes of the sections of a matrix."""
+        raise NotImplementedError
+
+    def most_bytes(self, rows: int, columns: int) -> int:
+        """Return the most bytes of the sections of a matrix, if no other matrix is longer."""
+        return -(-self.least_bytes(rows, columns) // 8) * 8 + -(-rows * columns * self.exception_bytes // 8) * 8
 
     def padding(self, stored: Mapping[Role, torch.Tensor], nbytes: int) -> torch.Tensor:
         """Return `nbytes` bytes that may follow the sections of a matrix without changing it."""

@@ -35,6 +35,8 @@ _AWQ_SOURCE = "AutoAWQ, utils/packing_utils.py, dequantize_gemm"
 # Checkpoints that `moepass pack` writes: their method, their formats, and the numbers that each format packs.
 PACKED_METHOD = "moepass"
 PackedFormat = Literal["lossless", "elf"]
+# How experts rest and travel: as they are stored, or packed while they are loaded.
+ExpertFormat = Literal["stored", "lossless", "elf"]
 PACKED_NUMBERS: Mapping[PackedFormat, tuple[FloatName, ...]] = {
     "lossless": ("bf16", "fp16", "fp32"),
     "elf": ("fp16", "fp32"),
@@ -340,12 +342,15 @@ class _Packed(msgspec.Struct):
 
 
 def _packed(config: _Packed) -> Quantization:
-    layouts = []
-    for number in PACKED_NUMBERS[config.format]:
-        formula = packed_formula(config.format, number)
-        name, dtypes = f"{config.format} {number}", (torch.uint8,)
-        layouts.append(WeightLayout(name, "moepass", formula.suffixes, dtypes, (), formula, matrix_suffix=""))
-    return Quantization(PACKED_METHOD, tuple(layouts))
+    layouts = tuple(packed_layout(config.format, number) for number in PACKED_NUMBERS[config.format])
+    return Quantization(PACKED_METHOD, layouts)
+
+
+def packed_layout(format: PackedFormat, number: FloatName) -> WeightLayout:
+    """Return the layout of matrices of `number`s that `moepass pack` writes in `format`."""
+    formula = packed_formula(format, number)
+    suffixes = formula.suffixes
+    return WeightLayout(f"{format} {number}", "moepass", suffixes, (torch.uint8,), (), formula, matrix_suffix="")
 
 
 def packed_formula(format: PackedFormat, number: FloatName) -> PackedMatrixFormula:

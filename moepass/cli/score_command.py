@@ -155,6 +155,7 @@ def score(
                 slots=options.slots,
                 device=options.device,
                 link=options.link,
+                expert_format=options.expert_format,
             )
             gc.freeze()
         with contextlib.suppress(InputError):  # the error is reported with the line's number when the line is scored

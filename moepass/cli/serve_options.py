@@ -27,11 +27,20 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
     home: Annotated[
         str,
         option(
-            "Where experts rest; **device** keeps them on the device, and decodes quantised ones layer by layer.",
+            "Where experts rest; **device** keeps them on the device, and decodes quantised or packed ones layer by "
+            "layer.",
             details="See [homes](homes.md).",
             metavar=f"[{'|'.join(HOMES)}]",
         ),
     ] = "host"
+    expert_format: Annotated[
+        Literal["stored", "lossless", "elf"],
+        option(
+            "How experts rest and travel: **stored** as in the checkpoint, or packed while they are loaded, "
+            "**lossless** or with the bounded errors of **elf**.",
+            details="See [packed experts](homes.md#packed-experts).",
+        ),
+    ] = "stored"
     device: Annotated[
         str,
         option(

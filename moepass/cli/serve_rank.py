@@ -120,6 +120,7 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
         cache_bytes=options.cache_bytes,
         step_tokens=options.step_tokens,
         sharers=devices.count(device),
+        expert_format=options.expert_format,
     )
     key = bytes.fromhex(setup.key)
     folder = resolve_model(setup.model)

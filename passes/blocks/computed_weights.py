@@ -20,7 +20,7 @@ from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS, WeightRecipe
 from moepass.passes.ops.arguments import permutation
-from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_aten
 from moepass.passes.ops.walk import ancestors, origin
 
 # [Empirical] A few operations for each of some hundreds of experts. A tensor that takes more is no weight.
@@ -88,10 +88,7 @@ def recipe_of(tensor: Node, position: int, indices: Mapping[Node, int]) -> Weigh
 
 
 def _check_step(node: Node) -> None:
-    target = node.target
-    is_known = target is operator.getitem or (
-        isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-    )
+    is_known = node.target is operator.getitem or is_aten(node.target)
     if node.op != "call_function" or not is_known or base_operation(node) not in RECIPE_OPERATIONS:
         raise NotComputedAheadError(
             f"{named(node)} goes into it; expected casts, views, slices, joins, sums and products of parameters"

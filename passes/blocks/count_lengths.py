@@ -16,7 +16,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ops.arguments import all_arguments
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def fix_count_lengths(graph: Graph) -> None:
@@ -29,7 +29,7 @@ def fix_count_lengths(graph: Graph) -> None:
             continue
         writer = GraphWriter(graph, node)
         with graph.inserting_before(node):
-            counts = _scatter_counts(arguments["self"], arguments["minlength"], writer)
+            counts = writer.counts(writer.cast(arguments["self"], torch.int64), arguments["minlength"])
         node.replace_all_uses_with(counts)
         refresh_fake_values(graph, counts)
         erase_unread(graph, node)
@@ -43,11 +43,3 @@ def _has_length(node: Node, number: object) -> bool:
         return bool(length == number)
     conditions = size.node.shape_env.deferred_runtime_asserts.get(length, ())
     return any(condition.expr in (sympy.Eq(length, number), sympy.Eq(number, length)) for condition in conditions)
-
-
-def _scatter_counts(ids: Node, number: int, writer: GraphWriter) -> Node:
-    if fake_value(ids).dtype is not torch.int64:
-        ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
-    like = {"dtype": torch.int64, "device": fake_value(ids).device}
-    ones = writer.emit(aten.full.default, [writer.size(ids, 0)], 1, **like)
-    return writer.emit(aten.scatter_add.default, writer.emit(aten.full.default, [number], 0, **like), 0, ids, ones)

@@ -3,6 +3,7 @@
 Contract
     in    a functional ATen inference graph, `meta["val"]` on every node
     out   the same graph, unchanged; a plan with blocks, banks, and a refusal for everything that is almost a block
+          later passes read the blocks from the plan (`blocks_in`), and do not search again
 
 Pseudo-code
     for each GEMM (grouped_mm, its fallback, bmm) with expert weights [E, ., .] as an operand:
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.models.errors import one_of
 from moepass.models.homes import home_named
 from moepass.passes.blocks.expert_gemms import ExpertGemm, expert_gemms, gather_of, refused, top_k
 from moepass.passes.blocks.low_rank import low_rank_pairs
@@ -34,7 +36,7 @@ from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, modul
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name
-from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
+from moepass.passes.ir.protocol import PassContext, PassError, PassResult, PlanError, graph_pass
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.ops.walk import ancestors
 
@@ -82,8 +84,16 @@ def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
 
 def find_blocks(graph: Graph, *, may_compute: bool = False) -> Detection:
     """Return the MoE blocks of `graph` in host order, and refusals; `may_compute` is that of `expert_gemms`."""
-    gemms, refusals = expert_gemms(graph, may_compute=may_compute)
+    gemms, refused_gemms = expert_gemms(graph.nodes, may_compute=may_compute)
+    detection = group_gemms(gemms)
+    unclaimed = _unclaimed_bank_tensors(graph, [match.record for match in detection.matches])
+    return Detection(detection.matches, (*refused_gemms, *detection.refusals, *unclaimed))
+
+
+def group_gemms(gemms: list[ExpertGemm]) -> Detection:
+    """Return the blocks that `gemms`, in host order, make up, and a refusal for each group that is no block."""
     matches: list[BlockMatch] = []
+    refusals: list[Refusal] = []
     low_rank: dict[ExpertGemm, list[ExpertGemm]] = defaultdict(list)
     for pair in low_rank_pairs(gemms):
         low_rank[pair.main] += [pair.first, pair.second]
@@ -94,8 +104,24 @@ def find_blocks(graph: Graph, *, may_compute: bool = False) -> Detection:
             refusals.append(outcome)
         else:
             matches.append(outcome)
-    refusals += _unclaimed_bank_tensors(graph, matches)
     return Detection(tuple(matches), tuple(refusals))
+
+
+def blocks_in(graph: Graph, blocks: Sequence[MoEBlock]) -> list[tuple[MoEBlock, list[Node]]]:
+    """Return each of the plan's `blocks` with its GEMMs in `graph`, in host order.
+
+    Raises PassError if a GEMM is missing: a pass that replaces GEMMs after `detect` must update their block.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    for block in blocks:
+        if missing := set(block.gemms) - nodes.keys():
+            raise PassError(
+                f"block {block.name} was detected with GEMM {one_of(missing)}, which a later pass removed without "
+                "updating the block",
+                name=block.name,
+                expected=block.gemms,
+            )
+    return [(block, sorted(nodes[name] for name in block.gemms)) for block in blocks]
 
 
 def _groups(gemms: list[ExpertGemm]) -> list[list[ExpertGemm]]:
@@ -215,8 +241,8 @@ def _parallel_of(source: Node) -> str:
     return "" if complete is None else str(complete.meta.get("moepass_parallel", ""))
 
 
-def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Refusal]:
-    claimed = {node for tensors in claimed_bank_tensors(graph, matches) for node in tensors}
+def _unclaimed_bank_tensors(graph: Graph, blocks: Sequence[MoEBlock]) -> list[Refusal]:
+    claimed = {node for tensors in claimed_bank_tensors(graph, blocks) for node in tensors}
     return [
         refused(
             node,
@@ -252,18 +278,18 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
     return refusals
 
 
-def claimed_bank_tensors(graph: Graph, matches: Sequence[BlockMatch]) -> list[list[Node]]:
-    """Return the bank tensors of each of `matches`, in host order: its weights, and the biases of the same bank.
+def claimed_bank_tensors(graph: Graph, blocks: Sequence[MoEBlock]) -> list[list[Node]]:
+    """Return the bank tensors of each of `blocks`, in host order: its weights, and the biases of the same bank.
 
     If several blocks read one bank (a layer applied twice), a tensor belongs to the first block whose last GEMM comes
     after it.
     """
     position = positions(graph)
     ends: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for index, match in enumerate(matches):
-        if match.record.bank is not None:
-            ends[match.record.bank].append((position[match.gemms[-1].node], index))
-    claimed: list[list[Node]] = [[] for _ in matches]
+    for index, (block, gemms) in enumerate(blocks_in(graph, blocks)):
+        if block.bank is not None:
+            ends[block.bank].append((position[gemms[-1]], index))
+    claimed: list[list[Node]] = [[] for _ in blocks]
     for node in graph.nodes:
         if is_call(node, BANK_TENSOR) and (bank_ends := sorted(ends[bank_arguments(node).bank])):
             # A bias is added after the last GEMM, but gathered before or right after it.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterable
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from moepass.passes.blocks.computed_weights import (
     NotComputedAheadError,
@@ -48,12 +49,12 @@ class ExpertGemm:
         return int(fake_value(self.weights).shape[0])
 
 
-def expert_gemms(graph: Graph, *, may_compute: bool = False) -> tuple[list[ExpertGemm], list[Refusal]]:
-    """Return the expert GEMMs of `graph`, and refusals; with `may_compute`, weights may be computed from parameters."""
+def expert_gemms(nodes: Iterable[Node], *, may_compute: bool = False) -> tuple[list[ExpertGemm], list[Refusal]]:
+    """Return the expert GEMMs in `nodes`, and refusals; with `may_compute`, weights may be computed from parameters."""
     gemms: list[ExpertGemm] = []
     refusals: list[Refusal] = []
     outcome: ExpertGemm | Refusal | None
-    for node in graph.nodes:
+    for node in nodes:
         if is_grouped_gemm(node):
             outcome = _grouped_gemm(node, may_compute)
         elif is_call(node, aten.bmm.default):

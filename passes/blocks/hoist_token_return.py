@@ -25,14 +25,14 @@ from typing import cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.detect import blocks_in
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.sink_token_gather import first_expert_node
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ops.arguments import is_arange
-from moepass.passes.ops.traits import Trait, has_trait
+from moepass.passes.ops.traits import Trait, has_trait, is_pointwise
 from moepass.passes.ops.walk import ancestors
 
 aten = torch.ops.aten
@@ -58,9 +58,9 @@ def hoist_token_return(module: GraphModule, plan: Plan, context: PassContext) ->
     """Move returns of rows to the last GEMM of their block."""
     changed = copy_graph_module(module)
     moved = [
-        match.record.name
-        for match in find_blocks(changed.graph).matches
-        if _hoist(first_expert_node(match.gemms[0].node), match.gemms[-1].node)
+        block.name
+        for block, gemms in blocks_in(changed.graph, plan.blocks)
+        if _hoist(first_expert_node(gemms[0]), gemms[-1])
     ]
     if not moved:
         return PassResult(module, plan)
@@ -115,7 +115,7 @@ def _path_to_return(gemm: Node) -> tuple[Node, ...]:
         returned = token_return(user)
         if returned is not None and returned.rows is node:
             return (*chain, user)
-        if not _is_pointwise(user) or str(fake_value(user).shape) != str(fake_value(gemm).shape):
+        if not is_pointwise(user) or str(fake_value(user).shape) != str(fake_value(gemm).shape):
             break
         chain.append(user)
         node = user
@@ -128,16 +128,12 @@ def _return_of(chain: tuple[Node, ...]) -> TokenReturn:
     return returned
 
 
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
 def _row_work_for(chain: tuple[Node, ...]) -> set[Node]:
     """Return `chain`, and lookups and pointwise operations that only row work reads: a tile may compute them."""
     row_work = set(chain)
 
     def is_row_work(node: Node) -> bool:
-        is_known = is_call(node, aten.index.Tensor, aten.unsqueeze.default) or _is_pointwise(node)
+        is_known = is_call(node, aten.index.Tensor, aten.unsqueeze.default) or is_pointwise(node)
         return is_known and set(node.users) <= row_work
 
     for node in ancestors(*chain, follow=is_row_work):

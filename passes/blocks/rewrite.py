@@ -19,10 +19,10 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from moepass.passes.blocks.detect import BlockMatch, bank_arguments, claimed_bank_tensors, find_blocks
+from moepass.passes.blocks.detect import bank_arguments, claimed_bank_tensors
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.graph.source_lines import source_line
-from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.plan import MoEBlock, Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
 from moepass.passes.ops.walk import readers
@@ -34,26 +34,25 @@ def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
     rewritten = copy_graph_module(module)
     graph = rewritten.graph
     _refuse_two_stores(rewritten)
-    detection = find_blocks(graph)
     refusals: list[Refusal] = []
     names: list[str] = []
-    for match, bank_tensors in zip(detection.matches, claimed_bank_tensors(graph, detection.matches), strict=True):
+    for block, bank_tensors in zip(plan.blocks, claimed_bank_tensors(graph, plan.blocks), strict=True):
         if not bank_tensors:
             continue
         escaping = _escaping(bank_tensors)
         if escaping is not None:
             reason = "the graph returns the weights themselves, so no slot can be reused"
             line = source_line(escaping)
-            refusals.append(Refusal(escaping.name, reason, match.record.name, source_line=line))
+            refusals.append(Refusal(escaping.name, reason, block.name, source_line=line))
             continue
-        _gather_once(rewritten, match, bank_tensors, plan)
-        names.append(match.record.name)
+        _gather_once(rewritten, block, bank_tensors, plan)
+        names.append(block.name)
     rewritten.recompile()
     plan = dataclasses.replace(plan, refusals=plan.refusals + tuple(refusals))
     return PassResult(rewritten, plan, matches=tuple(names), refusals=tuple(refusals))
 
 
-def _gather_once(module: GraphModule, match: BlockMatch, bank_tensors: list[Node], plan: Plan) -> None:
+def _gather_once(module: GraphModule, block: MoEBlock, bank_tensors: list[Node], plan: Plan) -> None:
     graph = module.graph
     reads = [bank_arguments(node) for node in bank_tensors]
     bank = plan.bank(reads[0].bank)
@@ -61,7 +60,7 @@ def _gather_once(module: GraphModule, match: BlockMatch, bank_tensors: list[Node
     with graph.inserting_before(bank_tensors[0]):
         complete = graph.call_function(gather, ([reads[0].shard],), {"bank": bank.index})
         complete.meta["val"] = tuple(by_name.get(tensor.name) for tensor in bank.tensors)
-        complete.meta["moepass_block"] = match.record.name
+        complete.meta["moepass_block"] = block.name
         elements: dict[str, Node] = {}
         for position, tensor in enumerate(bank.tensors):
             if tensor.name in by_name:

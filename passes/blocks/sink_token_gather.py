@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.detect import blocks_in
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import copy_graph_module, is_call
 from moepass.passes.ir.plan import Plan
@@ -27,11 +27,12 @@ def sink_token_gather(module: GraphModule, plan: Plan, context: PassContext) -> 
     """Move lookups of rows to the first GEMM of their block."""
     changed = copy_graph_module(module)
     moved: list[str] = []
-    for match in find_blocks(changed.graph).matches:
-        rows, gemm = match.gemms[0].activations, match.gemms[0].node
+    for block, (gemm, *_) in blocks_in(changed.graph, plan.blocks):
+        rows = gemm.args[0]
+        assert isinstance(rows, Node)
         if is_lookup(rows) and gemm.prev is not rows and min(rows.users) is gemm:
             gemm.prepend(rows)
-            moved.append(match.record.name)
+            moved.append(block.name)
     if not moved:
         return PassResult(module, plan)
     changed.recompile()

@@ -22,7 +22,7 @@ from moepass.models.formulas.sizes import Size, divided
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.ops.arguments import all_arguments
-from moepass.passes.ops.traits import Trait, is_view, mutates, traits_of
+from moepass.passes.ops.traits import Trait, is_aten, is_view, mutates, traits_of
 
 aten = torch.ops.aten
 
@@ -122,7 +122,7 @@ def is_elementwise(target: object) -> bool:
     if getattr(torch.Tag, "reduction", None) in target.tags:
         return True
     traits = traits_of(target)
-    return target.namespace in ("aten", "prims") and bool(traits) and traits.isdisjoint(_COMPUTE)
+    return is_aten(target) and bool(traits) and traits.isdisjoint(_COMPUTE)
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:

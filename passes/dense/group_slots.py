@@ -51,8 +51,11 @@ def _feeds_other_gemm(gemm: DenseGemm) -> bool:
     return any(map(is_other_gemm, descendants(gemm.node, follow=follow, stop=is_other_gemm)))
 
 
-def group_slots(graph: Graph, gemm: DenseGemm) -> Node:
-    """Replace `gemm` and the GEMMs before it by grouped GEMMs; return the last. NotThisForm leaves the graph as is."""
+def group_slots(graph: Graph, gemm: DenseGemm) -> dict[Node, Node]:
+    """Replace `gemm` and the GEMMs before it by grouped GEMMs, and return the new GEMM of each.
+
+    NotThisForm leaves the graph unchanged.
+    """
     pairs = gemm.pairs
     result, layout = _last_of_chain(gemm)
     writer = GraphWriter(graph, result)
@@ -76,7 +79,7 @@ def group_slots(graph: Graph, gemm: DenseGemm) -> Node:
     result.replace_all_uses_with(written)
     erase_unread(graph, result)
     writer.erase_unread()
-    return row_writer.gemms[gemm.node]
+    return row_writer.gemms
 
 
 def _last_of_chain(gemm: DenseGemm) -> tuple[Node, Layout]:
@@ -163,14 +166,11 @@ def _all_rows(writer: GraphWriter, gemm: DenseGemm) -> PairRows:
     device = fake_value(gemm.node).device
     experts, positions = gemm.experts, writer.size(gemm.rows, gemm.batch + gemm.weights_on_left)
     count = writer.product(positions, experts)
-    numbers = []
-    for size, dim in ((experts, 1), (positions, 0)):
-        column = writer.emit(aten.unsqueeze.default, writer.arange(size, device), dim)
-        wide = writer.emit(aten.expand.default, column, [experts, positions])
-        numbers.append(writer.viewed(wide, [count]))
-    sizes = writer.emit(aten.full.default, [experts], positions, dtype=torch.int64, device=device)
-    ends = writer.cast(writer.emit(aten.cumsum.default, sizes, 0), torch.int32)
-    return PairRows(count, numbers[0], numbers[1], ends, are_all=True)
+    row = writer.emit(aten.unsqueeze.default, writer.arange(positions, device), 0)
+    position_of_row = writer.viewed(writer.emit(aten.expand.default, row, [experts, positions]), [count])
+    expert_of_row = writer.group_of_each_row(experts, positions, device)
+    ends = writer.ends_of_even_groups(experts, positions, device)
+    return PairRows(count, expert_of_row, position_of_row, ends, are_all=True)
 
 
 def _like_result(writer: GraphWriter, rows: Node, result: Node, layout: Layout, pairs: Pairs) -> Node:

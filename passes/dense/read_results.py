@@ -43,7 +43,7 @@ class PairFlow(RowRules):
     """Layouts of experts and positions after `gemm`; other operands may have a value for each of them."""
 
     def __init__(self, gemm: DenseGemm) -> None:
-        super().__init__((), {})
+        super().__init__()
         self._layouts[gemm.node] = gemm.result_layout
 
     def layout(self, node: Node) -> Layout | None:

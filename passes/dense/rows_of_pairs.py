@@ -23,7 +23,7 @@ from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, map_nodes, several, tensor_inputs
 from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.loops.branches import grouped_gemm_for
-from moepass.passes.ops.arguments import all_arguments, dims_along, permutation, positional
+from moepass.passes.ops.arguments import all_arguments, dims_along, permutation, positional, with_dims
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.ops.walk import ancestors, first_inputs, walk
 from moepass.passes.rows.row_layout import Layout, features_in, is_features
@@ -239,9 +239,7 @@ class RowsOfPairs:
             if base_operation(node) == "slice":
                 return rows  # all of them
             refuse(node, "works along experts or tokens")
-        arguments, moved = all_arguments(node), [1 + feature_dims(layout).index(dim) for dim in dims]
-        name = "dim" if "dim" in arguments else "dims"
-        arguments[name] = moved if isinstance(arguments[name], (list, tuple)) else moved[0]
+        arguments = with_dims(node, [1 + feature_dims(layout).index(dim) for dim in dims])
         arguments[next(iter(arguments))] = rows
         args, kwargs = positional(node, arguments)
         return self.writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]

@@ -141,6 +141,32 @@ class GraphWriter:
             prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
         )
 
+    def full(self, shape: Sequence[Any], value: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Node:
+        """Insert a tensor of `shape` filled with `value`; sizes and `value` are numbers or nodes."""
+        return self.emit(aten.full.default, list(shape), value, dtype=dtype, device=device)
+
+    def group_of_each_row(self, groups: int, rows: Any, device: torch.device) -> Node:
+        """Insert the number of each row's group, int64 [groups · rows], for `groups` groups of `rows` rows each."""
+        column = self.emit(aten.unsqueeze.default, self.arange(groups, device), -1)
+        return self.emit(aten.reshape.default, self.emit(aten.expand.default, column, [groups, rows]), [-1])
+
+    def ends_of_even_groups(self, groups: int, rows: Any, device: torch.device) -> Node:
+        """Insert the end of each group's rows, int32 [groups], for `groups` groups of `rows` rows each."""
+        sums = self.emit(aten.cumsum.default, self.full([groups], rows, device), 0)
+        # The cast is separate, because Inductor ignores the dtype of a cumsum of a filled tensor.
+        return self.cast(sums, torch.int32)
+
+    def counts(self, ids: Node, bins: int) -> Node:
+        """Insert how often each number below `bins` is in the int64 `ids` [n]: int64 [bins]."""
+        device = fake_value(ids).device
+        zeros, ones = self.full([bins], 0, device), self.full([self.size(ids, 0)], 1, device)
+        return self.emit(aten.scatter_add.default, zeros, 0, ids, ones)
+
+    def sort(self, ids: Node) -> tuple[Node, Node]:
+        """Insert a stable sort of `ids` [n]; return the sorted ids, and the index of each before the sort."""
+        both = self.emit(aten.sort.stable, ids, stable=True)
+        return self.getitem(both, 0), self.getitem(both, 1)
+
     def scalar(self, value: Any, like: Node) -> Node:
         """Insert `value`, a number or a node, as a tensor without dimensions in the dtype of `like`."""
         tensor = fake_value(like)

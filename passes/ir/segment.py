@@ -14,6 +14,8 @@ ELEMENTWISE = "elementwise"
 MIXED = "mixed"
 # Metadata key of a node: the part to which it belongs.
 PART_KEY = "moepass_part"
+# Metadata key of the first and of the last GEMM of a block of experts: whether it is the first, and the block's bank.
+BLOCK_EDGE_KEY = "moepass_block_edge"
 # Metadata keys for regions that can run some tokens at a time (`passes/tokens`): the number of a node's region; the
 # token dimensions of a node's result, also for nodes that a region reads; a mark on slices that keep every token.
 REGION_KEY, TOKENS_KEY, ALL_TOKENS_KEY = "moepass_region", "moepass_tokens", "moepass_all_tokens"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import sympy
 import torch
@@ -25,7 +25,6 @@ from torch.fx import Node
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, nodes_in, several
-from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
@@ -38,7 +37,7 @@ from moepass.passes.masks.chosen_rows import (
     masks_of_all_experts,
     masks_of_experts,
 )
-from moepass.passes.ops.arguments import all_arguments, named_arguments, permutation
+from moepass.passes.ops.arguments import all_arguments, dims_along, matrix_operands, permutation, positional, with_dims
 from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
@@ -86,7 +85,7 @@ class Branches(RowRules):
     """The `experts` branches of one loop."""
 
     def __init__(self, writer: GraphWriter, fixed: FixedNodes, experts: int) -> None:
-        super().__init__((), {})
+        super().__init__()
         self.writer = writer
         self.experts = experts
         self.gemms: list[Node] = []
@@ -262,7 +261,7 @@ class Branches(RowRules):
         self._layouts[node] = layouts = self.with_rows(node)
         self._check_results(nodes, layouts)
         if base in ("mm", "addmm"):
-            return RowsOfAll(self._gemm_product(node, base, named_arguments(node), tensors), layouts)
+            return RowsOfAll(self._gemm_product(node, tensors), layouts)
         if node in self._whole:
             return dataclasses.replace(self._only_rows(tensors), layouts=layouts)
         return RowsOfAll(self._repeated(node, base, tensors, layouts), layouts)
@@ -312,9 +311,7 @@ class Branches(RowRules):
         return self.writer.emit(aten.index.Tensor, table, [tensors[index].node for index in indices])
 
     def _check_operator(self, node: Node) -> None:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-            self._refuse(node, "is not an operator of ATen, so its effect on rows is unknown")
+        super()._check_operator(node)
         sizes = [used for used in node.all_input_nodes if not isinstance(fake_value(used), (torch.Tensor, tuple, list))]
         if sizes and not self._has_size_arguments(node):
             self._refuse(node, "computes with the number of rows")
@@ -348,18 +345,18 @@ class Branches(RowRules):
     def _only_rows(self, tensors: dict[Node, Together]) -> RowsOfAll:
         return next(value for value in tensors.values() if isinstance(value, RowsOfAll))
 
-    def _gemm_product(self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together]) -> Node:
-        left, right = (arguments[name] for name in (("self", "mat2") if base == "mm" else ("mat1", "mat2")))
+    def _gemm_product(self, node: Node, tensors: dict[Node, Together]) -> Node:
+        left, right, added = matrix_operands(node)
         rows, weights = tensors[left], tensors[right]
         if not isinstance(rows, RowsOfAll) or isinstance(weights, RowsOfAll):
             self._refuse(node, "has no rows on its left, or rows on its right")
         product = self._product(node, rows, weights)
-        if base == "mm":
+        if added is None:
             return product
-        for name in ("beta", "alpha"):
-            if all_arguments(node)[name] != 1:
-                self._refuse(node, "has a factor `alpha` or `beta`")
-        return self.writer.emit(aten.add.Tensor, product, self._operand(arguments["self"], tensors, 1))
+        arguments = all_arguments(node)
+        if arguments["beta"] != 1 or arguments["alpha"] != 1:
+            self._refuse(node, "has a factor `alpha` or `beta`")
+        return self.writer.emit(aten.add.Tensor, product, self._operand(added, tensors, 1))
 
     def _product(self, node: Node, rows: RowsOfAll, weights: ByExpert | Shared) -> Node:
         """Return rows [rows, in] times the weights [in, out] of their experts, or times weights that all share."""
@@ -441,21 +438,14 @@ class Branches(RowRules):
             return args, kwargs
         if not has_trait(node, Trait.ALONG, Trait.TOGETHER) and base != "index_select":
             self._refuse(node, "is not an operation that moepass can compute for all experts together")
-        arguments = all_arguments(node)
         source = self._only_rows(tensors).layout
         if base == "stack":
             source = Layout((*source.dimensions, ()))
-        for name in ("dim", "dims"):
-            if arguments.get(name) is None:
-                continue
-            dims = arguments[name]
-            moved = [dim_in_front(source, dim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
-            arguments[name] = moved if isinstance(dims, (list, tuple)) else moved[0]
-        if "dim" not in arguments and "dims" not in arguments:
+        dims = dims_along(node, len(source.dimensions))
+        if dims is None:
             self._refuse(node, "operates on all dimensions")
-        arguments = dict(map_nodes(arguments, lambda used: tensors[used].node))
-        schema = node.target._schema  # type: ignore[union-attr]
-        return [arguments.pop(entry.name) for entry in schema.arguments if not entry.kwarg_only], arguments
+        arguments = with_dims(node, [dim_in_front(source, dim) for dim in dims])
+        return positional(node, map_nodes(arguments, lambda used: tensors[used].node))
 
     def _permuted_rows(self, node: Node, rows: RowsOfAll) -> Node:
         behind = [dim for dim in permutation(node) if dim > rows_dim(rows.layout)]
@@ -485,13 +475,10 @@ class Branches(RowRules):
             return writer.emit(aten.permute.default, first.node, [0, *(dim + 1 for dim in permutation(node))])
         if has_trait(node, Trait.RESHAPE):
             return writer.viewed(first.node, [self.experts, *value.shape])
-        dims = fake_value(next(iter(tensors))).dim()
         if has_trait(node, Trait.SLICE, Trait.SPLIT) and not operands_after:
-            arguments = all_arguments(node)
-            arguments["dim"] = arguments["dim"] % dims + 1
-            arguments["self"] = first.node
-            names = [entry.name for entry in node.target._schema.arguments]  # type: ignore[union-attr]
-            return writer.emit(node.target, *(arguments[name] for name in names))  # type: ignore[arg-type]
+            dims = dims_along(node, fake_value(next(iter(tensors))).dim()) or []
+            args, kwargs = positional(node, {**with_dims(node, [dim + 1 for dim in dims]), "self": first.node})
+            return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
         if has_trait(node, Trait.ELEMENTWISE) and isinstance(value, torch.Tensor):
             operands = {used: self._aligned(used, operand, value.dim()) for used, operand in tensors.items()}
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: operands.get(used, used))
@@ -507,9 +494,6 @@ class Branches(RowRules):
             return value.node
         shape = list(fake_value(used).shape)
         return self.writer.viewed(value.node, [self.experts, *[1] * (dims - len(shape)), *shape])
-
-    def _refuse(self, node: Node, what: str) -> NoReturn:
-        raise NotThisForm(f"{named(node)} {what}")
 
 
 def grouped_gemm_for(rows: Node, weights: Node) -> Any:

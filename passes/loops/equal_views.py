@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS
 from moepass.passes.masks.chosen_rows import is_full_slice
-from moepass.passes.ops.traits import base_operation, is_view
+from moepass.passes.ops.traits import base_operation, is_aten, is_view
 
 
 def merge_equal_views(graph: Graph) -> None:
@@ -45,8 +44,6 @@ def merge_equal_views(graph: Graph) -> None:
 
 
 def _is_computed_from(node: Node, fixed: set[Node]) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-        return False
     read = node.all_input_nodes
-    return base_operation(node) in RECIPE_OPERATIONS and bool(read) and all(used in fixed for used in read)
+    is_step = is_aten(node.target) and base_operation(node) in RECIPE_OPERATIONS
+    return is_step and bool(read) and all(used in fixed for used in read)

@@ -11,8 +11,7 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import named
+from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.loops.branches import RowsOfAll
 from moepass.passes.loops.row_groups import RowGroups
 from moepass.passes.ops.arguments import all_arguments
@@ -48,11 +47,11 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
     layout = rows.layout
     for dimension in layout.dimensions:
         if any(row_dim.is_rows for row_dim in dimension) and len(dimension) != 1:
-            raise NotThisForm(f"{named(join.node)} has operands with rows and features in one dimension")
+            refuse(join.node, "has operands with rows and features in one dimension")
     if not groups.is_even:
         row_axes = [dim for dim in range(len(layout.dimensions)) if layout.has_rows_along(dim)]
         if join.stacks or row_axes != [join.dim]:
-            raise NotThisForm(f"{named(join.node)} combines different numbers of rows; expected torch.cat of rows")
+            refuse(join.node, "combines different numbers of rows; expected torch.cat of rows")
         return writer.viewed(rows.node, shape_in_place(layout, groups.total))
     shape = [groups.size_as_value(size_of(dimension)) for dimension in layout.dimensions]
     row_dims = row_parts(layout)

@@ -112,41 +112,29 @@ class RowGroups:
     def _write_ends(self, writer: GraphWriter) -> Node:
         pieces = self.pieces
         if self.is_even:
-            each = writer.emit(aten.full.default, [len(self.sizes)], self.each, dtype=torch.int64, device=self.device)
-            sums = writer.emit(aten.cumsum.default, each, 0)
-            # The cast is separate, because Inductor ignores the dtype of a cumsum of a filled tensor.
-            return writer.emit(prims.convert_element_type.default, sums, torch.int32)
+            return writer.ends_of_even_groups(len(self.sizes), self.each, self.device)
         if pieces.table is not None:
-            return writer.emit(prims.convert_element_type.default, pieces.table, torch.int32)
+            return writer.cast(pieces.table, torch.int32)
         return writer.emit(aten.cumsum.default, self._row_counts(writer), 0, dtype=torch.int32)
 
     def _row_counts(self, writer: GraphWriter) -> Node:
         """Return the number of rows of each expert, [experts]."""
         counts = _table_of(self.pieces.counts or (), writer)
         if counts is None and self.pieces.counts:
-            counts = self._tensor_of(self.pieces.counts, writer)
+            each = [writer.full([1], count, self.device) for count in self.pieces.counts]
+            counts = writer.emit(aten.cat.default, each)
         if counts is not None:
-            return self._on_device(counts, writer)
+            is_here = fake_value(counts).device == self.device
+            return counts if is_here else writer.emit(prims.device_put.default, counts, self.device)
         ends = self.ends(writer)
-        zero = writer.emit(aten.full.default, [1], 0, dtype=torch.int32, device=self.device)
+        zero = writer.full([1], 0, self.device, torch.int32)
         starts = writer.emit(aten.cat.default, [zero, writer.emit(aten.slice.Tensor, ends, 0, 0, len(self.sizes) - 1)])
         return writer.emit(aten.sub.Tensor, ends, starts)
-
-    def _on_device(self, numbers: Node, writer: GraphWriter) -> Node:
-        if fake_value(numbers).device == self.device:
-            return numbers
-        return writer.emit(prims.device_put.default, numbers, self.device)
-
-    def _tensor_of(self, sizes: Sequence[Any], writer: GraphWriter) -> Node:
-        like = {"dtype": torch.int64, "device": self.device}
-        return writer.emit(aten.cat.default, [writer.emit(aten.full.default, [1], size, **like) for size in sizes])
 
     def expert_of_each_row(self, writer: GraphWriter) -> Node:
         """Return the expert of each row, int64 [rows]."""
         if self.is_even:
-            column = writer.emit(aten.unsqueeze.default, writer.arange(len(self.sizes), self.device), 1)
-            wide = writer.emit(aten.expand.default, column, [len(self.sizes), self.each])
-            return writer.viewed(wide, [self.total])
+            return writer.group_of_each_row(len(self.sizes), self.each, self.device)
         return writer.emit(aten.repeat_interleave.Tensor, self._row_counts(writer), output_size=self.total)
 
 

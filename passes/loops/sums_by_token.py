@@ -17,14 +17,13 @@ from torch.fx import Graph, Node
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import named
+from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.loops.branches import Branches, RowsOfAll
 from moepass.passes.masks.chosen_rows import Chosen, expert_mask, selected_column
 from moepass.passes.ops.arguments import all_arguments, fill_number, is_mask
 from moepass.passes.ops.traits import Trait, has_trait
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 _BY_MASK = (
     "selects rows by a mask that is not computed from expert ids; expected (ids == expert).any(-1) with the ids of a "
@@ -170,22 +169,17 @@ def sum_rows_by_token(join: SumByToken, branches: Branches, writer: GraphWriter)
     tokens = branches.together(join.tokens)
     pairs, chosen = branches.pairs, branches.chosen
     if pairs is None or chosen is None or not isinstance(tokens, RowsOfAll) or tokens.node is not pairs.tokens:
-        raise NotThisForm(f"{named(join.node)} sums rows, but not by the tokens that masks of all experts select")
+        refuse(join.node, "sums rows, but not by the tokens that masks of all experts select")
     first, ids = fake_value(join.first), fake_value(chosen[0].ids)
     if not isinstance(rows, RowsOfAll) or size_expression(first.shape[0]) != size_expression(ids.shape[0]):
-        raise NotThisForm(f"{named(join.node)} does not sum rows into one row for each token")
+        refuse(join.node, "does not sum rows into one row for each token")
     row_value = fake_value(rows.node)
     if str(row_value.shape[1:]) != str(first.shape[1:]):
-        raise NotThisForm(f"{named(join.node)} adds rows to a tensor with another row shape")
+        refuse(join.node, "adds rows to a tensor with another row shape")
     is_cast = row_value.dtype != first.dtype
     if is_cast and not (row_value.dtype.is_floating_point and first.dtype.is_floating_point):
-        raise NotThisForm(f"{named(join.node)} adds {row_value.dtype} to {first.dtype}")
-    count = writer.size(pairs.order, 0)
-    like = {"dtype": torch.int64, "device": fake_value(pairs.order).device}
-    empty = writer.emit(aten.empty.memory_format, [count], **like)
-    numbers = writer.arange(count, like["device"])
-    inverse = writer.emit(aten.index_put.default, empty, [pairs.order], numbers)
-    in_order = writer.emit(aten.index.Tensor, rows.node, [inverse])
+        refuse(join.node, f"adds {row_value.dtype} to {first.dtype}")
+    in_order = writer.restore_order(rows.node, pairs.order)
     if join.overwrites:
         return in_order
     shape = [writer.size(chosen[0].ids, 0), chosen[0].k, *first.shape[1:]]
@@ -194,5 +188,4 @@ def sum_rows_by_token(join: SumByToken, branches: Branches, writer: GraphWriter)
     result = writer.emit(aten.sum.dim_IntList, writer.viewed(in_order, shape), [1], **wider)
     if fill_number(join.first) != 0:
         result = writer.emit(aten.add.Tensor, result, join.first)
-    is_narrowed = fake_value(result).dtype != first.dtype
-    return writer.emit(prims.convert_element_type.default, result, first.dtype) if is_narrowed else result
+    return writer.cast(result, first.dtype)

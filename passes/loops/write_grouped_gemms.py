@@ -28,9 +28,9 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.blocks.expert_gemms import refused
 from moepass.passes.graph.graph_writer import GraphWriter, described_sizes, erase_unread, refresh_fake_values
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
-from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.not_this_form import NotThisForm, refuse
 from moepass.passes.graph.refusals import first_line
-from moepass.passes.graph.source_lines import in_words, named, place_of
+from moepass.passes.graph.source_lines import in_words, place_of
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.loops.branches import Branches, RowsOfAll
@@ -105,7 +105,7 @@ def _possible_joins(graph: Graph) -> Iterator[Join | SumByToken]:
 
 def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) -> Node:
     if isinstance(join, SumByToken) and join.refusal is not None:
-        raise NotThisForm(f"{named(join.node)} {join.refusal}")
+        refuse(join.node, join.refusal)
     rows = branches.together(join.branches)
     if not isinstance(rows, RowsOfAll) or not branches.gemms:
         raise NotThisForm("its branches have no GEMMs with their own weights")
@@ -114,7 +114,7 @@ def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) ->
         result = sum_rows_by_token(join, branches, writer)
     else:
         if branches.chosen is not None and branches.chosen[1]:
-            raise NotThisForm(f"{named(join.node)} reads the rows of each mask in the order of that mask")
+            refuse(join.node, "reads the rows of each mask in the order of that mask")
         result = joined(join, rows, branches.groups, writer)
     old, new = fake_value(join.node), fake_value(result)
     is_same = old.dtype == new.dtype and old.dim() == new.dim()

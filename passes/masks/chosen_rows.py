@@ -28,7 +28,7 @@ from moepass.passes.ops.arguments import all_arguments, is_arange, permutation
 from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import first_inputs
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # Types that hold every expert id.
 _ID_TYPES = (torch.int64, torch.int32)
@@ -67,14 +67,9 @@ class SortedPairs:
 
     @classmethod
     def of(cls, chosen: Chosen, writer: GraphWriter) -> SortedPairs:
-        ids = chosen.ids
+        ids, k = writer.cast(chosen.ids, torch.int64), chosen.k
         device = fake_value(ids).device
-        if fake_value(ids).dtype is not torch.int64:
-            ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
-        k = chosen.k
-        count = writer.product(writer.size(ids, 0), k)
-        both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
-        experts, order = writer.getitem(both, 0), writer.getitem(both, 1)
+        experts, order = writer.sort(writer.viewed(ids, [writer.product(writer.size(ids, 0), k)]))
         tokens = writer.emit(aten.div.Tensor_mode, order, k, rounding_mode="floor")
         choices = writer.emit(aten.sub.Tensor, order, writer.emit(aten.mul.Tensor, tokens, k))
         ends = writer.emit(aten.searchsorted.Tensor, experts, writer.arange(chosen.experts, device), right=True)

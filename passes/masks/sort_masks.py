@@ -34,7 +34,7 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ops.arguments import all_arguments
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 @graph_pass(conflicts={"blocks"})
@@ -91,13 +91,9 @@ def _selected_by(node: Node) -> Mask | None:
 
 def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
     """Return row and column of each pair in the mask, both [tokens · k], in row-major order."""
-    ids = mask.ids
-    if fake_value(ids).dtype is not torch.int64:
-        ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
+    ids = writer.cast(mask.ids, torch.int64)
     k = int(fake_value(ids).shape[1])
-    count = writer.product(writer.size(ids, 0), k)
-    both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
-    expert, pair = writer.getitem(both, 0), writer.getitem(both, 1)
+    expert, pair = writer.sort(writer.viewed(ids, [writer.product(writer.size(ids, 0), k)]))
     return expert, writer.emit(aten.div.Tensor_mode, pair, k, rounding_mode="floor")
 
 

@@ -135,6 +135,13 @@ def dims_along(node: Node, rank: int) -> list[int] | None:
     return [dim % max(1, rank) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
+def with_dims(node: Node, dims: list[int]) -> dict[str, Any]:
+    """Return all arguments of `node` by name, with other dimensions `dims` along which it acts."""
+    arguments = all_arguments(node)
+    name = "dim" if "dim" in arguments else "dims"
+    return {**arguments, name: dims if isinstance(arguments[name], (list, tuple)) else dims[0]}
+
+
 def positional(node: Node, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return all `arguments` of a call like `node`, by name, as positional and keyword arguments."""
     arguments = dict(arguments)

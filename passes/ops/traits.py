@@ -246,6 +246,16 @@ def _name_of(target: object) -> str:
     return name if getattr(target, "__module__", "") in _MODULES else f"python::{name}"
 
 
+def is_aten(target: object) -> bool:
+    """Return whether `target` is an operator of ATen or of its primitives."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+
+
+def is_pointwise(node: Node) -> bool:
+    """Return whether torch says that `node` computes each element from elements at the same position."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
 def is_view(node: Node) -> bool:
     """Return whether the node's output shares memory with one of its inputs."""
     if node.op != "call_function":

@@ -52,10 +52,11 @@ from moepass.passes.parallel.known_lengths import read_known_lengths, read_whole
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.gathered_masks import replace_gathered_masks
-from moepass.passes.parallel.match.parallel_block import TOKENS_KEY, ParallelBlock, routed_tokens
+from moepass.passes.parallel.match.parallel_block import ROUTED_TOKENS_KEY, ParallelBlock, routed_tokens
 from moepass.passes.parallel.mock.mock_run import ContractBroken
 from moepass.passes.parallel.proof.prove import check_local_form
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
+from moepass.passes.parallel.rows.row_flow import flow_in_local_form
 
 aten = torch.ops.aten
 
@@ -200,10 +201,11 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
             result = local.write()
         _same_value(block, result)
         text = block_text(block, local, result)
+        flow = flow_in_local_form(local)
         if text not in proved:
-            check_local_form(block, local, result)
+            check_local_form(block, local, result, flow)
             proved.add(text)
-        gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
+        gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local, flow)
         gathered.meta[SOURCES_KEY] = tuple(source.name for source in _replicated_sources(block))
     except (NotThisForm, ContractBroken):
         for node in reversed(list(graph.nodes)):
@@ -270,7 +272,7 @@ def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, d
     bank_node = graph.call_function(gather, (list(_parameters(block)),), {"bank": bank.index})
     bank_node.meta["moepass_block"] = block.name
     bank_node.meta["moepass_parallel"] = block.form
-    bank_node.meta[TOKENS_KEY] = routed_tokens(block)
+    bank_node.meta[ROUTED_TOKENS_KEY] = routed_tokens(block)
     values = [fake_value(shard).new_empty(tensor.shape) for shard, tensor in zip(shards, bank.tensors, strict=True)]
     bank_node.meta["val"] = tuple(values)
     complete = {}

@@ -21,18 +21,20 @@ from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
-from moepass.passes.parallel.rows.row_flow import RowFlow, flow_in_local_form
+from moepass.passes.parallel.rows.row_flow import RowFlow
 
 
-def experts_text(local: LocalForm) -> tuple[str, ...]:
-    """Return a line for every operation between a row and its expert's output, and lines for the block."""
+def experts_text(local: LocalForm, flow: RowFlow) -> tuple[str, ...]:
+    """Return a line for every operation between a row and its expert's output, and lines for the block.
+
+    `flow` is that of the local form (`flow_in_local_form`).
+    """
     block = local.block
     leaves = {local.rows: "rows", local.ends: "where each expert's rows end"}
     if local.row_ids is not None:
         leaves[local.row_ids] = "the expert of each row"
     leaves |= {node: f"what travels with the rows, {number}" for number, node in enumerate(local.travelling)}
     leaves |= {node: f"expert tensor {number}" for number, node in enumerate(local.complete.values())}
-    flow = flow_in_local_form(local)
     rows = fake_value(local.rows).shape[0]
 
     def describe_leaf(node: Node) -> str:

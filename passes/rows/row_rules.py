@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, nodes_in, several, tensor_inputs
-from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ops.arguments import (
     dims_along,
@@ -20,7 +20,7 @@ from moepass.passes.ops.arguments import (
     named_arguments,
     permutation,
 )
-from moepass.passes.ops.traits import Trait, base_operation, has_trait
+from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, is_aten, mutates
 from moepass.passes.rows.row_layout import (
     Layout,
     broadcast,
@@ -33,10 +33,6 @@ from moepass.passes.rows.row_layout import (
     size_of,
 )
 
-_CHANGE = (
-    "expected an activation function that computes every row alone, from that row and constants, independent of other "
-    "rows; compute element by element or along features, or move this before or after the experts"
-)
 # Position of a number of rows in a node's arguments: the argument's name and the index in a list.
 Place = tuple[str, int]
 # The layout of a node's value, or of each of several values; None if unknown.
@@ -46,11 +42,10 @@ Layouts = Layout | tuple[Layout | None, ...] | None
 class RowRules:
     """Rules for the layout of rows in results. Raise NotThisForm with the node if rows do not stay separate."""
 
-    def __init__(self, starts: Iterable[Node], copies: Mapping[Node, Node]) -> None:
+    def __init__(self, starts: Iterable[Node] = ()) -> None:
         self._layouts: dict[Node, Layouts] = {start: rows_first(fake_value(start).shape) for start in starts}
         self._places: dict[Node, dict[Place, int]] = {}
         self._whole: set[Node] = set()
-        self._copies = copies  # refusals name the original of a copy
         # Constants with equal elements.
         self._uniform: set[Node] = set()
         # Constants with sizes that may be numbers of rows: these sizes, and the readers that need them.
@@ -88,6 +83,23 @@ class RowRules:
         if base in ("mm", "addmm", "bmm"):
             return self._gemm(node, base, arguments)
         self._refuse(node, "is an operation that is not known to keep rows separate")
+
+    def _check_operator(self, node: Node) -> None:
+        """Refuse operators of other libraries, writes to inputs and random numbers."""
+        if not is_aten(node.target):
+            self._refuse(node, "is not an operator of ATen, so its effect on rows is unknown")
+        if mutates(node) or draws_random_numbers(node):
+            self._refuse(node, "writes to its inputs or draws random numbers")
+
+    def _check_layouts(self, node: Node, layouts: Layouts) -> None:
+        """Refuse rows that cannot be followed; one of several values may have an unknown layout if nothing reads it."""
+        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
+            if layout is None and isinstance(layouts, tuple):
+                continue
+            if layout is None or not fits(layout, value):
+                self._refuse(node, "gives rows in a way that cannot be followed")
+            if any(size.free_symbols for size in layout.of_a_row):
+                self._refuse(node, "gives each row as many features as there are rows")
 
     def _elementwise(self, node: Node) -> Layouts:
         value = fake_value(node)
@@ -255,10 +267,10 @@ class RowRules:
         return node in self._uniform or all(size_expression(size) == 1 for size in fake_value(node).shape)
 
     def _named(self, node: Node) -> str:
-        return named(self._copies.get(node, node))
+        return named(node)
 
     def _refuse(self, node: Node, what: str) -> NoReturn:
-        raise NotThisForm(f"between its GEMMs {self._named(node)} {what}; {_CHANGE}")
+        refuse(node, what)
 
 
 def any_rows(layouts: Layouts | None) -> bool:

@@ -19,7 +19,7 @@ from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.plan import Dispatch, Plan, Refusal
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import gather
-from moepass.passes.parallel.match.parallel_block import TOKENS_KEY
+from moepass.passes.parallel.match.parallel_block import ROUTED_TOKENS_KEY
 from moepass.passes.planner.all_to_all_crossover import CrossoverEstimate
 
 GATHERED, EXCHANGED = "gathered", "exchanged"
@@ -93,9 +93,9 @@ def _problem(module: GraphModule, gathers: Sequence[Node]) -> str | None:
         return "no expert parallelism was eliminated from the graph, so it has only one form"
     for node in gathers:
         name = node.meta.get("moepass_block", node.name)
-        if TOKENS_KEY not in node.meta:
+        if ROUTED_TOKENS_KEY not in node.meta:
             return f"the model itself gathers all experts of block {name}, so both forms would gather weights"
-        if node.meta[TOKENS_KEY] is None:
+        if node.meta[ROUTED_TOKENS_KEY] is None:
             return f"the graph does not determine how many tokens block {name} routes"
     input_symbols = size_sources(module.graph)
     try:
@@ -107,4 +107,4 @@ def _problem(module: GraphModule, gathers: Sequence[Node]) -> str | None:
 
 def _mean_tokens(gathers: Sequence[Node]) -> sympy.Expr:
     """Return the tokens of a block, averaged over blocks."""
-    return sympy.Add(*(node.meta[TOKENS_KEY] for node in gathers)) / len(gathers)
+    return sympy.Add(*(node.meta[ROUTED_TOKENS_KEY] for node in gathers)) / len(gathers)

@@ -29,7 +29,7 @@ from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.segment import EXPERTS, PART_KEY
 from moepass.passes.ops.arguments import all_arguments
-from moepass.passes.ops.traits import Trait, has_trait, is_view
+from moepass.passes.ops.traits import Trait, has_trait, is_pointwise, is_view
 from moepass.passes.ops.walk import view_source
 
 aten = torch.ops.aten
@@ -219,7 +219,7 @@ def _is_row_work(node: Node, rows: set[Node]) -> bool:
         dims = fake_value(node.all_input_nodes[0]).dim() + is_call(node, aten.unsqueeze.default)
         return isinstance(dim, int) and dim % dims > 0 and not _reads_sizes(node)
     has_one_result = isinstance(fake_value(node), torch.Tensor)
-    return _is_pointwise(node) and has_one_result and not _reads_sizes(node) and _is_aligned(node, rows)
+    return is_pointwise(node) and has_one_result and not _reads_sizes(node) and _is_aligned(node, rows)
 
 
 def _reads_sizes(node: Node) -> bool:
@@ -264,7 +264,7 @@ def _check_fixed(node: Node) -> None:
 
 def _is_scalar_work(node: Node) -> bool:
     """Return whether `node` computes a single number, such as the factor of an activation, which takes no time."""
-    return fake_value(node).dim() == 0 and (_is_pointwise(node) or constant_number(node) is not None)
+    return fake_value(node).dim() == 0 and (is_pointwise(node) or constant_number(node) is not None)
 
 
 def constant_number(node: Node) -> float | bool | None:
@@ -275,10 +275,6 @@ def constant_number(node: Node) -> float | bool | None:
     dtype = fake_value(node).dtype
     # The tensor's dtype may change the number: 1.5 becomes 1 in an integer tensor.
     return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
-
-
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _steps(graph: Graph, rows: set[Node], gemms: dict[Node, GroupedGemm]) -> Iterator[GroupedGemm | RowWork]:

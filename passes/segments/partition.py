@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
-from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.detect import blocks_in
 from moepass.passes.blocks.hoist_token_return import block_ends
 from moepass.passes.blocks.sink_token_gather import is_lookup
 from moepass.passes.cost.graph_cost import total_cost
@@ -42,7 +42,7 @@ from moepass.passes.graph.nodes import (
 )
 from moepass.passes.ir.plan import MoEBlock, Plan, Step
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
-from moepass.passes.ir.segment import PART_KEY, REGION_KEY, TOKENS_KEY, Segment, SegmentUse, role_of
+from moepass.passes.ir.segment import BLOCK_EDGE_KEY, PART_KEY, REGION_KEY, TOKENS_KEY, Segment, SegmentUse, role_of
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.ops.traits import is_view, mutates
 from moepass.passes.ops.walk import ancestors
@@ -77,10 +77,11 @@ class Segmented:
 def cut_into_segments(module: GraphModule, blocks: Sequence[MoEBlock] = (), within_regions: bool = False) -> Segmented:
     """Cut a copy of `module` into segments. A captured graph is cut only at the edges of its blocks.
 
-    `blocks` are the detected blocks of the graph. With `within_regions`, regions that run in chunks of tokens are cut
-    too.
+    `blocks` are the detected blocks of the graph; a graph made from a segment has their marks already. With
+    `within_regions`, regions that run in chunks of tokens are cut too.
     """
     sized = _with_symbol_nodes(module)
+    mark_block_edges(sized.graph, blocks)
     builder = _TopLevel(sized, blocks)
     for run in _runs(sized.graph, within_regions):
         builder.add(run)
@@ -96,7 +97,7 @@ class NodeRun:
 
 
 def _runs(graph: Graph, within_regions: bool) -> list[NodeRun]:
-    edges = _resident_block_edges(graph)
+    edges = _edges_without_slots(graph)
     runs: list[NodeRun] = []
     current: list[Node] = []
     region: int | None = None
@@ -144,19 +145,25 @@ def _is_size_arithmetic(node: Node) -> bool:
     return node.op == "call_function" and isinstance(fake_value(node), scalars)
 
 
-def _resident_block_edges(graph: Graph) -> set[Node]:
-    """Return the first and last nodes of resident blocks.
+def mark_block_edges(graph: Graph, blocks: Sequence[MoEBlock]) -> None:
+    """Mark the first and the last GEMM of each of `blocks`, so that graphs made from this one can be cut there too."""
+    for block, gemms in blocks_in(graph, blocks):
+        gemms[-1].meta[BLOCK_EDGE_KEY] = False, block.bank
+        gemms[0].meta[BLOCK_EDGE_KEY] = True, block.bank
+
+
+def _edges_without_slots(graph: Graph) -> set[Node]:
+    """Return the first node of each block, and the node after its last one, without blocks that read a slot.
 
     Cuts there make deep resident models compile as fast as streamed ones.
     """
-    position_of = positions(graph)
-    order = list(graph.nodes)
     ends = block_ends(graph)
+    streamed = {node.kwargs["bank"] for node in graph.nodes if is_call(node, *SLOT_OPS)}
     edges: set[Node] = set()
-    for match in find_blocks(graph).matches:
-        edges.add(_first_of_block(match.gemms[0].node))
-        last = match.gemms[-1].node
-        edges.add(order[position_of[ends.get(last, last)] + 1])
+    for gemm in graph.nodes:
+        is_first, bank = gemm.meta.get(BLOCK_EDGE_KEY, (None, None))
+        if is_first is not None and bank not in streamed:
+            edges.add(_first_of_block(gemm) if is_first else ends.get(gemm, gemm).next)
     return edges
 
 
@@ -259,8 +266,8 @@ class _SegmentGraph:
         for index, node in enumerate(self.inputs):
             values[node] = graph.placeholder(f"input_{index}")
             values[node].meta = dict(node.meta)
-            # An input does not define its sizes, and does not belong to a part of this segment.
-            for key in ("unbacked_bindings", PART_KEY, REGION_KEY):
+            # An input does not define its sizes, and does not belong to a part or block of this segment.
+            for key in ("unbacked_bindings", PART_KEY, BLOCK_EDGE_KEY, REGION_KEY):
                 values[node].meta.pop(key, None)
         for node in [*constants, *sizes, *nodes]:
             values[node] = graph.node_copy(node, lambda used: values[used])

@@ -32,7 +32,7 @@ from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import MoEBlock
 from moepass.passes.ir.segment import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, ROUTER
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, acquire, gather
-from moepass.passes.ops.traits import Trait, has_trait, is_view
+from moepass.passes.ops.traits import Trait, has_trait, is_pointwise, is_view
 from moepass.passes.ops.walk import descendants
 
 aten = torch.ops.aten
@@ -81,8 +81,7 @@ def _weights(graph: Graph) -> set[Node]:
         elif has_trait(node, Trait.LOOKUP):
             is_weight = inputs[0] in weights  # for example, the weights of some experts
         else:
-            is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-            passes_on = is_view(node) or is_pointwise or has_trait(node, Trait.CAST, Trait.COPY)
+            passes_on = is_view(node) or is_pointwise(node) or has_trait(node, Trait.CAST, Trait.COPY)
             is_made = passes_on and bool(inputs) and all(used in weights for used in inputs)
             is_weight = is_made or is_call(node, BANK_TENSOR, EXPERT_STACK, gather, acquire)
         if is_weight:

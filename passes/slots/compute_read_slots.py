@@ -11,7 +11,7 @@ Contract
           dropped token, are computed by no expert. Blocks with fewer slots than lookups stay unchanged.
 
 Pseudo-code
-    for each block whose experts have equally many rows:
+    for each block whose experts have equally many rows, among the grouped GEMMs with such rows:
         find the readers of its results: lookups in one table of slots, with rows of one number before or after them
         find the expert and slot of each lookup with the same indices, so that invalid ones fail as before
         sort by expert; rows that are no slots go last, after the last expert's rows
@@ -21,13 +21,15 @@ Pseudo-code
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.blocks.detect import BlockMatch, find_blocks
+from moepass.passes.blocks.detect import BlockMatch, group_gemms
+from moepass.passes.blocks.expert_gemms import expert_gemms, is_grouped_gemm
 from moepass.passes.dense.group_slots import group_slots, last_gemms, lookups_of_gathers
 from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
@@ -36,6 +38,7 @@ from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm, refuse
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.ops.arguments import all_arguments
 from moepass.passes.ops.traits import Trait, draws_random_numbers, mutates
 from moepass.passes.ops.walk import ancestors
 from moepass.passes.slots.read_table import ReadTable, even_groups, lookup_of_rows, read_table, without_views
@@ -47,13 +50,12 @@ aten = torch.ops.aten
 @graph_pass(conflicts={"blocks"})
 def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Move the lookups of slots before the experts."""
-    if next(last_gemms(module.graph), None) is None and not any(map(_has_slots, find_blocks(module.graph).matches)):
+    if next(last_gemms(module.graph), None) is None and not any(map(_computes_slots, module.graph.nodes)):
         return PassResult(module, plan)
     changed = copy_graph_module(module)
     matches: list[str] = []
-    for match in find_blocks(changed.graph).matches:
-        if not _has_slots(match):
-            continue
+    # GEMMs of one block have the same ends, so blocks can be found among the GEMMs of slots alone.
+    for match in _blocks_of(filter(_computes_slots, changed.graph.nodes)):
         try:
             _move_lookups(changed.graph, match)
         except NotThisForm:
@@ -78,8 +80,9 @@ def _rewrite_batched(module: GraphModule, name: str) -> tuple[GraphModule, str] 
     try:
         if gemm is None:
             return None
-        last = group_slots(trial.graph, gemm)
-        match = next((block for block in find_blocks(trial.graph).matches if block.gemms[-1].node is last), None)
+        gemms = group_slots(trial.graph, gemm)
+        last = gemms[gemm.node]
+        match = next((block for block in _blocks_of(sorted(gemms.values())) if block.gemms[-1].node is last), None)
         if match is None:
             return None
         _move_lookups(trial.graph, match)
@@ -88,8 +91,14 @@ def _rewrite_batched(module: GraphModule, name: str) -> tuple[GraphModule, str] 
     return trial, match.record.name
 
 
-def _has_slots(match: BlockMatch) -> bool:
-    return match.record.form == "grouped_mm" and even_groups(match.gemms[-1].key) is not None
+def _blocks_of(gemms: Iterable[Node]) -> tuple[BlockMatch, ...]:
+    return group_gemms(expert_gemms(gemms)[0]).matches
+
+
+def _computes_slots(node: Node) -> bool:
+    """Return whether `node` is a grouped GEMM in which each expert has equally many rows."""
+    ends = all_arguments(node).get("offs") if is_grouped_gemm(node) else None
+    return isinstance(ends, Node) and even_groups(ends) is not None
 
 
 def _move_lookups(graph: Graph, match: BlockMatch) -> None:
@@ -162,8 +171,7 @@ class _LookupWriter:
         """Return the results of the lookups. Raises NotThisForm."""
         writer, reads = self.writer, self.reads
         expert = self._read_numbers(self._expert_of_slots())
-        sorted_experts = writer.emit(aten.sort.stable, expert, stable=True)
-        sorted_expert, order = writer.getitem(sorted_experts, 0), writer.getitem(sorted_experts, 1)
+        sorted_expert, order = writer.sort(expert)
         count = writer.size(order, 0)
         every = writer.arange(writer.size(self.rows, 0), self.device)
         slot = writer.emit(aten.index.Tensor, self._read_numbers(self._with_fillers(every, 0)), [order])
@@ -173,7 +181,7 @@ class _LookupWriter:
             self.rows,
             self._rows_of_slots(self.rows, slot),
             count,
-            self._ends(sorted_expert, count),
+            self._ends(sorted_expert),
             lambda source: self._rows_of_slots(source, slot),
         ).write(inside)
         if reads.fill is not None:
@@ -186,18 +194,15 @@ class _LookupWriter:
 
     def _expert_of_slots(self) -> Node:
         """Return the expert of each row of the table; the number of experts for rows that are no slots."""
-        writer = self.writer
-        column = writer.emit(aten.unsqueeze.default, writer.arange(self.experts, self.device), -1)
-        wide = writer.emit(aten.expand.default, column, [self.experts, self.capacity])
-        return self._with_fillers(writer.emit(aten.reshape.default, wide, [-1]), self.experts)
+        experts = self.writer.group_of_each_row(self.experts, self.capacity, self.device)
+        return self._with_fillers(experts, self.experts)
 
     def _with_fillers(self, slot_numbers: Node, number: int) -> Node:
         """Return `slot_numbers` with `number` for each filled row of the table before or after the slots."""
         parts = [slot_numbers]
         for rows, is_before in ((self.reads.before, True), (self.reads.after, False)):
             if rows:
-                filler = self.writer.emit(aten.full.default, [rows], number, dtype=torch.int64, device=self.device)
-                parts.insert(0 if is_before else len(parts), filler)
+                parts.insert(0 if is_before else len(parts), self.writer.full([rows], number, self.device))
         return parts[0] if len(parts) == 1 else self.writer.emit(aten.cat.default, parts)
 
     def _read_numbers(self, table: Node) -> Node:
@@ -225,14 +230,11 @@ class _LookupWriter:
             results.append(result)
         return results
 
-    def _ends(self, sorted_expert: Node, count: Any) -> Node:
+    def _ends(self, sorted_expert: Node) -> Node:
         """Return the end of each expert's rows: int32 [experts]."""
         writer = self.writer
-        like = {"dtype": torch.int64, "device": self.device}
         # One more, for rows that no expert computes.
-        counts = writer.emit(aten.full.default, [self.experts + 1], 0, **like)
-        ones = writer.emit(aten.full.default, [count], 1, **like)
-        counts = writer.emit(aten.scatter_add.default, counts, 0, sorted_expert, ones)
+        counts = writer.counts(sorted_expert, self.experts + 1)
         sizes = writer.emit(aten.slice.Tensor, counts, 0, 0, self.experts)
         return writer.cast(writer.emit(aten.cumsum.default, sizes, 0), torch.int32)
 
@@ -251,8 +253,7 @@ class _LookupWriter:
         value = fake_value(table)
         if self.reads.fill is None or _is_positive(value.shape[0]):
             return table
-        shape = [1, *map(int, value.shape[1:])]
-        row = self.writer.emit(aten.full.default, shape, 0, dtype=value.dtype, device=self.device)
+        row = self.writer.full([1, *map(int, value.shape[1:])], 0, self.device, value.dtype)
         return self.writer.emit(aten.cat.default, [table, row])
 
 

@@ -139,8 +139,8 @@ class _Product:
         return writer.cast(writer.emit(aten.sum.dim_IntList, product, [1]), fake_value(table).dtype)
 
     def _zeros(self, count: Any, rows: Node) -> Node:
-        value, width = fake_value(rows), self.writer.size(rows, 1)
-        return self.writer.emit(aten.full.default, [count, width], 0, dtype=value.dtype, device=value.device)
+        value = fake_value(rows)
+        return self.writer.full([count, self.writer.size(rows, 1)], 0, value.device, value.dtype)
 
     def _slots(self, factors: Dimension, total: Any) -> Node:
         """Return [tokens · k]: the flat index over all factors, or `total`, the row after the last, for weight zero."""

@@ -7,7 +7,7 @@ because the experts must keep rows separate. Every value is written as [rows, ..
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,9 +16,8 @@ from moepass.passes.blocks.expert_gemms import ExpertGemm, is_grouped_gemm
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression, size_expressions
 from moepass.passes.graph.nodes import fake_value, map_nodes, several
-from moepass.passes.graph.not_this_form import refuse
 from moepass.passes.ops.arguments import all_arguments
-from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates
+from moepass.passes.ops.traits import Trait, base_operation, has_trait
 from moepass.passes.ops.walk import ancestors, descendants
 from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
 from moepass.passes.rows.row_rules import Layouts, RowRules, fits
@@ -48,7 +47,7 @@ class RowsOfLookups(RowRules):
         ends: Node,
         look_up: Callable[[Node], Node],
     ) -> None:
-        super().__init__([slots], {})
+        super().__init__([slots])
         self.writer, self.count, self.ends = writer, count, ends
         self._slot_count = size_expression(fake_value(slots).shape[0])
         self._gemms = gemms
@@ -84,7 +83,7 @@ class RowsOfLookups(RowRules):
             assert isinstance(source, Node)
             self._layouts[node] = self.with_rows(node)
             return self.writer.getitem(self._values[source], position)  # type: ignore[arg-type]
-        self._check_operator(node, base)
+        self._check_operator(node)
         for used in node.all_input_nodes:
             self._add_operand(used, inside)
         self._layouts[node] = layouts = self.with_rows(node)
@@ -111,13 +110,10 @@ class RowsOfLookups(RowRules):
         self._check_written(node, layouts, written)
         return written
 
-    def _check_operator(self, node: Node, base: str) -> None:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-            self._refuse(node, "is not an ATen operator, so that its effect on rows is unknown")
-        is_repeated = base not in ("bmm", "gather", "scatter", "scatter_add")
-        is_repeated = is_repeated and not has_trait(node, Trait.GROUP_NORM, Trait.FILL)
-        if mutates(node) or draws_random_numbers(node) or not is_repeated:
+    def _check_operator(self, node: Node) -> None:
+        super()._check_operator(node)
+        base = base_operation(node)
+        if has_trait(node, Trait.GROUP_NORM, Trait.FILL) or base in ("bmm", "gather", "scatter", "scatter_add"):
             self._refuse(node, "is not an operation that moepass repeats for other rows")
         for value in several(fake_value(node)):
             # Rows that no expert computes are uninitialised, so that as indices or divisors they may fail.
@@ -154,6 +150,3 @@ class RowsOfLookups(RowRules):
 
     def _new_rows(self, node: Node) -> Node:
         return next(self._values[used] for used in node.all_input_nodes if self._has_rows(used))
-
-    def _refuse(self, node: Node, what: str) -> NoReturn:
-        refuse(node, what)

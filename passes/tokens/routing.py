@@ -26,7 +26,7 @@ from torch.fx import Node
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, several
-from moepass.passes.ops.arguments import all_arguments, named_arguments
+from moepass.passes.ops.arguments import all_arguments, is_arange, named_arguments
 from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, features_per_row, no_rows, size_of
 from moepass.passes.rows.row_rules import Layouts, RowRules
@@ -56,7 +56,7 @@ class RoutingRules(RowRules):
     """The rules of rows, with routing; `facts` has the meaning of numbers that are valid only within a chunk."""
 
     def __init__(self, excluded_ids: frozenset[Node]) -> None:
-        super().__init__((), {})
+        super().__init__()
         self._excluded_ids = excluded_ids
         self.facts: dict[Node, Fact] = {}
         # The ids of each sort, and of each node with sorted ids.
@@ -296,11 +296,6 @@ def _is_empty(node: Any, size: Any) -> bool:
 
 
 def _is_arange_to(node: Any, size: Any) -> bool:
-    """Return whether `node` is 0, 1, .., `size` - 1."""
-    if not is_call(node, torch.ops.aten.arange.default, torch.ops.prims.iota.default):
-        return False
-    arguments = all_arguments(node)
-    value = fake_value(node)
-    if arguments.get("start", 0) not in (0, None) or arguments.get("step", 1) not in (1, None):
-        return False
-    return bool(size_expression(value.shape[0]) == size)
+    """Return whether `node` is 0, 1, .., `size` - 1, by an operator whose size a chunk can change."""
+    is_resizable = is_call(node, torch.ops.aten.arange.default, torch.ops.prims.iota.default)
+    return bool(is_resizable and is_arange(node) and size_expression(fake_value(node).shape[0]) == size)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy
 import torch
@@ -30,7 +30,7 @@ from moepass.passes.graph.nodes import fake_value, graph_inputs, nodes_in, sever
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.ops.arguments import all_arguments, named_arguments
-from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, mutates, operation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, is_aten, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, rows_first, size_of
 from moepass.passes.rows.row_rules import Layouts, any_rows, fits
 from moepass.passes.tokens.routing import RoutingRules
@@ -190,24 +190,14 @@ class _TokenWalk(RoutingRules):
             return routed.layouts
         self._check_sizes(node)
         layouts = self._layouts_of_operation(node)
-        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
-            if layout is None and isinstance(layouts, tuple):
-                continue  # an unread result of several
-            if layout is None or not fits(layout, value):
-                self._refuse(node, "returns tokens in dimensions that cannot be followed")
-            if any(size.free_symbols for size in layout.of_a_row):
-                self._refuse(node, "returns as many numbers for each token as there are tokens")
+        self._check_layouts(node, layouts)
         if not any_rows(layouts):
             self._refuse(node, "computes one value from all tokens")
         return layouts
 
     def _check_operator(self, node: Node) -> None:
-        target = node.target
-        is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-        if not (is_known or operation(node) == "getitem" or self.is_routing_operator(node)):
-            self._refuse(node, "is not an operator that is known to treat tokens independently")
-        if draws_random_numbers(node) or mutates(node):
-            self._refuse(node, "draws random numbers or writes to its inputs")
+        if operation(node) != "getitem" and not self.is_routing_operator(node):
+            super()._check_operator(node)
         values = several(fake_value(node))
         if not all(isinstance(value, torch.Tensor) for value in values):
             self._refuse(node, "computes a number from tokens")
@@ -370,10 +360,5 @@ class _TokenWalk(RoutingRules):
         return layouts
 
     def _follows_rules(self, node: Node) -> bool:
-        target = node.target
-        is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
         knows_inputs = all(self._has_rows(used) or not self._depends(used) for used in node.all_input_nodes)
-        return is_known and knows_inputs and not any(used in self.facts for used in node.all_input_nodes)
-
-    def _refuse(self, node: Node, what: str) -> NoReturn:
-        raise NotThisForm(f"{named(node)} {what}")
+        return is_aten(node.target) and knows_inputs and not any(used in self.facts for used in node.all_input_nodes)

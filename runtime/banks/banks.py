@@ -23,7 +23,7 @@ from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import in_fp8, parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
 from moepass.runtime.banks.stored_bank import packed, stored_bank
-from moepass.runtime.kernels.decoders import decode_bank, naming_damage
+from moepass.runtime.kernels.decoders import check_matrices, decode_bank, naming_damage
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.pinned_memory import pinned_memory
 from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
@@ -116,7 +116,7 @@ def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard:
     for part in spec.parts:
         if isinstance(part.formula, PackedFormula):
             with naming_damage(spec, part):
-                part.formula.check({role: layout.tensors[index].view(shard) for role, index in part.stored})
+                check_matrices(part.formula, {role: layout.tensors[index].view(shard) for role, index in part.stored})
 
 
 _store_numbers = itertools.count()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
 from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment, Timing, time_calls
 from moepass.runtime.kernels.decoders import decode_matrices
+from moepass.runtime.lowering.cpu_gemms import multiply, takes_onednn
 from moepass.runtime.lowering.lower_experts import grouped_gemm_loop
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -54,7 +55,10 @@ def _gemm(
 
     def run() -> None:
         for weight, result in zip(weights.unbind(), results.unbind(), strict=True):
-            torch.mm(left, weight.t(), out=result)
+            if takes_onednn(left, weight.t()):
+                multiply(left, weight.t())  # with `out`, it would copy
+            else:
+                torch.mm(left, weight.t(), out=result)
 
     return _share(time_calls(run, device, sizes.effort), count)
 

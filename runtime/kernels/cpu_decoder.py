@@ -47,7 +47,7 @@ class _Floats(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
     """Return the compiled source, which Inductor's cache keeps for later processes; None if it cannot be compiled."""
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.cpp_builder import is_gcc
@@ -59,13 +59,14 @@ def _library() -> ctypes.CDLL | None:
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
     except Exception as error:  # there is no compiler, or it fails
         logger.warning(
-            "quantised experts are decoded by operations of torch, several times slower than by C++: the C++ compiler "
+            "experts are decoded and packed by operations of torch, several times slower than by C++: the C++ compiler "
             "fails: %s",
             one_line(error),
         )
         return None
     loaded.decode_lines.restype = None
-    loaded.decode_floats.restype = ctypes.c_int64
+    for function in (loaded.decode_floats, loaded.first_damaged, loaded.encode_floats):
+        function.restype = ctypes.c_int64
     return loaded
 
 
@@ -74,8 +75,8 @@ def can_decode(target: torch.Tensor) -> bool:
     is_contiguous = 1 in target.stride()[-2:]
     if target.device.type != "cpu" or target.dtype not in DECODED_DTYPES or not is_contiguous:
         return False
-    library = _library()
-    return library is not None and (target.dtype != torch.float16 or bool(library.has_half()))
+    compiled = library()
+    return compiled is not None and (target.dtype != torch.float16 or bool(compiled.has_half()))
 
 
 def decode_on_cpu(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
@@ -98,8 +99,8 @@ def _e4m3_in_fp32(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(lines: StoredLines) -> None:
-    library = _library()
-    assert library is not None, "can_decode is true"
+    compiled = library()
+    assert compiled is not None, "can_decode is true"
     packing = lines.packing
     order = torch.tensor(packing.order, device="cpu") if packing.order else None
     tensors = (lines.values, lines.scales, lines.zero_points, lines.line_blocks, lines.element_blocks, order)
@@ -109,7 +110,7 @@ def _decode(lines: StoredLines) -> None:
         *(packing.bits, lines.is_packed_across, lines.zero_point, *lines.target.stride()),
     )
     number, element = _NUMBERS.index(lines.number), DECODED_DTYPES.index(lines.target.dtype)
-    library.decode_lines(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(element))
+    compiled.decode_lines(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(element))
 
 
 def decode_floats_on_cpu(formula: PackedFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:
@@ -117,13 +118,28 @@ def decode_floats_on_cpu(formula: PackedFormula, stored: Mapping[Role, torch.Ten
 
     `can_decode(target)` must be true. Raises CheckpointError if a matrix does not have its checksums.
     """
-    library = _library()
-    assert library is not None, "can_decode is true"
+    compiled = library()
+    assert compiled is not None, "can_decode is true"
     values, sections = stored[Role.VALUES], stored[Role.SECTIONS]
     lines = target.transpose(-1, -2) if formula.is_transposed else target
     pointers = (values.data_ptr(), sections.data_ptr(), lines.data_ptr())
     arguments = _Floats(*pointers, *lines.shape, sections.shape[-1], *lines.stride())
     number, is_elf = list(FLOAT_TYPES).index(formula.number), isinstance(formula, ElfFormula)
-    damaged: int = library.decode_floats(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(is_elf))
+    damaged: int = compiled.decode_floats(ctypes.byref(arguments), ctypes.c_int64(number), ctypes.c_int64(is_elf))
+    if damaged >= 0:
+        raise damaged_matrix(damaged)
+
+
+def check_floats_on_cpu(stored: Mapping[Role, torch.Tensor]) -> None:
+    """Raise CheckpointError if a matrix of contiguous `stored` tensors, each [experts, ...], lacks its checksums.
+
+    The source must have been compiled.
+    """
+    compiled = library()
+    assert compiled is not None, "the caller has checked it"
+    values, sections = stored[Role.VALUES], stored[Role.SECTIONS]
+    pointers = (ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(sections.data_ptr()))
+    sizes = (len(values), values[0].nbytes if len(values) else 0, sections.shape[-1])
+    damaged: int = compiled.first_damaged(*pointers, *map(ctypes.c_int64, sizes))
     if damaged >= 0:
         raise damaged_matrix(damaged)

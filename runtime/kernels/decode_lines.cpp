@@ -1,5 +1,5 @@
-// Decodes quantised and packed matrices, line by line, with one thread. The methods `decode` of the formulas in
-// models/layouts are the references, bit for bit.
+// Decodes quantised and packed matrices, and packs matrices of floats, line by line, with one thread. The methods
+// `decode` and `encode` of the formulas in models/layouts are the references, bit for bit.
 //
 // A line is a row of the stored matrix: a row [in] of the matrix, or a column [out] if it is stored transposed.
 //
@@ -33,6 +33,14 @@ struct Floats {
   const uint8_t* sections;  // [matrices, section_bytes]
   void* target;
   int64_t matrices, lines, length, section_bytes, matrix_stride, line_stride, element_stride;
+};
+
+// The fields of `_Matrix` in cpu_encoder.py, in that order.
+struct Matrix {
+  const void* numbers;  // [lines, length]
+  uint8_t* values;
+  uint8_t* sections;  // as long as they can become
+  int64_t lines, length;
 };
 
 namespace {
@@ -278,6 +286,31 @@ int64_t checksum(const uint8_t* bytes, int64_t count) {
   return static_cast<int64_t>(sum);
 }
 
+// Writes the lowest `kCount` bits of 8 * `octets` bytes as bit planes, which `kSpread` turns back into bytes.
+template <int kCount>
+void write_planes(const uint8_t* bytes, int64_t octets, uint8_t* planes) {
+  // The product moves the lowest bit of byte n to bit 56 + n; no two products of single bits meet.
+  constexpr uint64_t kLowest = 0x0101010101010101, kFactor = 0x0102040810204080;
+  for (int plane = 0; plane < kCount; ++plane) {
+    for (int64_t n = 0; n < octets; ++n) {
+      uint64_t word;
+      std::memcpy(&word, bytes + 8 * n, 8);
+      planes[plane * octets + n] = (word >> plane & kLowest) * kFactor >> 56;
+    }
+  }
+}
+
+// Writes the checksum of `count` bytes to `target`.
+void write_checksum(const uint8_t* bytes, int64_t count, uint8_t* target) {
+  const int64_t sum = checksum(bytes, count);
+  std::memcpy(target, &sum, sizeof sum);
+}
+
+bool has_checksums(const uint8_t* values, int64_t value_bytes, const uint8_t* sections, int64_t section_bytes) {
+  const int64_t sums[2] = {checksum(values, value_bytes), checksum(sections + 16, section_bytes - 16)};
+  return std::memcmp(sums, sections, sizeof sums) == 0;
+}
+
 // Packed floats with these numbers of bits, stored as integers.
 template <int kExponentBits, int kMantissaBits, typename StoredType>
 struct FloatBits {
@@ -302,6 +335,18 @@ struct FloatBits {
     if constexpr (kHighBits > 0) bits |= high[k] << 8;
     return bits;
   }
+
+  // Writes sign and mantissa of element k of a line, as `fraction` reads them.
+  static void write_fraction(uint32_t bits, uint8_t* values, uint8_t* high, int64_t k) {
+    values[k * kBytes] = bits;
+    if constexpr (kBytes == 3) {
+      values[3 * k + 1] = bits >> 8;
+      values[3 * k + 2] = bits >> 16;
+    }
+    if constexpr (kHighBits > 0) high[k] = bits >> 8;
+  }
+
+  static uint32_t sign(Stored bits) { return static_cast<uint32_t>(bits) >> (kMantissa + kExponent); }
 };
 using BF16 = FloatBits<8, 7, uint16_t>;
 using FP16 = FloatBits<5, 10, uint16_t>;
@@ -314,11 +359,26 @@ int64_t decode_checked(const Floats& floats, DecodeMatrix decode_matrix) {
   for (int64_t matrix = 0; matrix < floats.matrices; ++matrix) {
     const uint8_t* values = floats.values + matrix * value_bytes;
     const uint8_t* sections = floats.sections + matrix * floats.section_bytes;
-    const int64_t sums[2] = {checksum(values, value_bytes), checksum(sections + 16, floats.section_bytes - 16)};
-    if (std::memcmp(sums, sections, sizeof sums) != 0) return matrix;
+    if (!has_checksums(values, value_bytes, sections, floats.section_bytes)) return matrix;
     decode_matrix(values, sections, matrix);
   }
   return -1;
+}
+
+// Calls `visit(k)` for every element k of a line whose code in the three planes is that of an escape.
+template <typename Visit>
+void each_escape(const uint8_t* planes, int64_t octets, Visit visit) {
+  for (int64_t n = 0; n < octets; n += 8) {
+    uint64_t bits[3] = {};
+    for (int plane = 0; plane < 3; ++plane) {
+      const uint8_t* source = planes + plane * octets + n;
+      if (n + 8 <= octets)
+        std::memcpy(&bits[plane], source, 8);
+      else
+        std::memcpy(&bits[plane], source, octets - n);
+    }
+    for (uint64_t left = bits[0] & bits[1] & bits[2]; left; left &= left - 1) visit(8 * n + __builtin_ctzll(left));
+  }
 }
 
 template <typename Float>
@@ -347,21 +407,10 @@ int64_t decode_lossless(const Floats& floats) {
       const uint32_t base = row[0];
       for (int64_t k = 0; k < length; ++k) out[k] = element(k, base + code[k]);
       int64_t next = escapes_start + row[1];
-      for (int64_t n = 0; n < octets; n += 8) {
-        uint64_t bits[3] = {};
-        for (int plane = 0; plane < 3; ++plane) {
-          const uint8_t* source = planes + plane * octets + n;
-          if (n + 8 <= octets)
-            std::memcpy(&bits[plane], source, 8);
-          else
-            std::memcpy(&bits[plane], source, octets - n);
-        }
-        for (uint64_t left = bits[0] & bits[1] & bits[2]; left; left &= left - 1) {
-          const int64_t k = 8 * n + __builtin_ctzll(left);
-          if (k < length && next >= escapes_start && next < floats.section_bytes) out[k] = element(k, sections[next]);
-          ++next;
-        }
-      }
+      each_escape(planes, octets, [&](int64_t k) {
+        if (k < length && next >= escapes_start && next < floats.section_bytes) out[k] = element(k, sections[next]);
+        ++next;
+      });
     });
   });
 }
@@ -411,7 +460,149 @@ int64_t decode_elf(const Floats& floats) {
   });
 }
 
+// Returns the first exponent of those `kCodes` successive ones that most of `exponents` have.
+template <int kRange, int kCodes>
+int32_t base_of(const uint8_t* exponents, int64_t length) {
+  // Neighbours count in different tables, because counting the same number twice in a row would wait for memory.
+  constexpr int kTables = 4;
+  int32_t counts[kTables][kRange] = {};
+  int64_t k = 0;
+  for (; k + kTables <= length; k += kTables)
+    for (int table = 0; table < kTables; ++table) ++counts[table][exponents[k + table]];
+  for (; k < length; ++k) ++counts[0][exponents[k]];
+  for (int table = 1; table < kTables; ++table)
+    for (int n = 0; n < kRange; ++n) counts[0][n] += counts[table][n];
+  int32_t sum = 0, most = -1, base = 0;
+  for (int n = 0; n < kRange; ++n) {
+    sum += counts[0][n];
+    if (n >= kCodes) sum -= counts[0][n - kCodes];
+    if (n >= kCodes - 1 && sum > most) {
+      most = sum;
+      base = n - kCodes + 1;
+    }
+  }
+  return base;
+}
+
+// Writes the values of a matrix, and its sections without their checksum, but with the 8 bytes that may follow them in
+// its place. Returns the bytes of the sections.
+template <typename Float>
+int64_t encode_lossless(const Matrix& matrix) {
+  using Stored = typename Float::Stored;
+  constexpr int kPlanes = 3 + Float::kHighBits, kRange = 1 << Float::kExponent, kEscape = 7;
+  const int64_t length = matrix.length, octets = (length + 7) / 8;
+  uint8_t* planes = matrix.sections + 16 + 8 * matrix.lines;
+  uint8_t* const escapes = planes + matrix.lines * kPlanes * octets;
+  uint8_t* next = escapes;
+  std::vector<uint8_t> exponent_memory(length), code_memory(8 * octets), high_memory(8 * octets);
+  // Writes of bytes could change the pointers of vectors, for all that the compiler knows.
+  uint8_t* __restrict__ exponents = exponent_memory.data();
+  uint8_t* __restrict__ codes = code_memory.data();
+  uint8_t* __restrict__ high = high_memory.data();
+  for (int64_t line = 0; line < matrix.lines; ++line, planes += kPlanes * octets) {
+    const Stored* __restrict__ numbers = static_cast<const Stored*>(matrix.numbers) + line * length;
+    uint8_t* __restrict__ values = matrix.values + line * length * Float::kBytes;
+    for (int64_t k = 0; k < length; ++k) exponents[k] = numbers[k] >> Float::kMantissa & (kRange - 1);
+    for (int64_t k = 0; k < length; ++k)
+      Float::write_fraction(
+          (numbers[k] & Float::kMask) | Float::sign(numbers[k]) << Float::kMantissa, values, high, k);
+    const int32_t row[2] = {base_of<kRange, kEscape>(exponents, length), static_cast<int32_t>(next - escapes)};
+    std::memcpy(matrix.sections + 16 + 8 * line, row, sizeof row);
+    const uint8_t base = row[0];
+    // Exponents below the base become large codes.
+    for (int64_t k = 0; k < length; ++k) codes[k] = std::min<uint8_t>(exponents[k] - base, kEscape);
+    write_planes<3>(codes, octets, planes);
+    write_planes<Float::kHighBits>(high, octets, planes + 3 * octets);
+    each_escape(planes, octets, [&](int64_t k) { *next++ = exponents[k]; });
+  }
+  const int64_t used = next - matrix.sections, least = escapes + 8 - matrix.sections;
+  const int64_t end = (std::max(used, least) + 7) / 8 * 8;
+  std::fill(next, matrix.sections + end, 0);
+  write_checksum(matrix.values, matrix.lines * length * Float::kBytes, matrix.sections);
+  std::memset(matrix.sections + 8, 0, 8);
+  return end;
+}
+
+// The mantissa of |number| + 1, rounded to the nearest even one; larger than all mantissas if |number| rounds to 1 or
+// more, for infinities and for NaN.
+uint32_t rounded_mantissa(FP32, uint32_t bits) {
+  const float sum = from_bits(bits & 0x7fffffff) + 1.0f;
+  std::memcpy(&bits, &sum, sizeof bits);
+  return bits - 0x3f800000;
+}
+
+// Floats from 2^13 on have as many bits behind the point as half floats from 1 on. Denormals become larger numbers,
+// which are rounded to 0 as well.
+uint32_t rounded_mantissa(FP16, uint16_t half) {
+  const float sum = from_bits(((half & 0x7fffu) << 13) + (112u << 23)) + 8192.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &sum, sizeof bits);
+  return bits - 0x46000000;
+}
+
+template <typename Float>
+int64_t encode_elf(const Matrix& matrix) {
+  using Stored = typename Float::Stored;
+  const int64_t length = matrix.length, octets = (length + 7) / 8;
+  uint8_t* planes = matrix.sections + 16;
+  uint8_t* next = matrix.sections + (16 + matrix.lines * Float::kHighBits * octets + 7) / 8 * 8;
+  std::fill(planes + matrix.lines * Float::kHighBits * octets, next, 0);
+  std::vector<uint32_t> mantissa_memory(length);
+  std::vector<uint8_t> high_memory(8 * octets);
+  uint32_t* __restrict__ mantissas = mantissa_memory.data();
+  uint8_t* __restrict__ high = high_memory.data();
+  const auto write_exception = [](int64_t index, Stored bits, uint8_t* target) {
+    const uint64_t entry = static_cast<uint32_t>(index) | static_cast<uint64_t>(bits) << 32;
+    std::memcpy(target, &entry, sizeof entry);
+  };
+  for (int64_t line = 0; line < matrix.lines; ++line, planes += Float::kHighBits * octets) {
+    const Stored* __restrict__ numbers = static_cast<const Stored*>(matrix.numbers) + line * length;
+    uint8_t* __restrict__ values = matrix.values + line * length * Float::kBytes;
+    for (int64_t k = 0; k < length; ++k) mantissas[k] = rounded_mantissa(Float(), numbers[k]);
+    for (int64_t k = 0; k < length; ++k) {
+      const uint32_t mantissa = mantissas[k] > Float::kMask ? 0 : mantissas[k];
+      Float::write_fraction(mantissa | Float::sign(numbers[k]) << Float::kMantissa, values, high, k);
+    }
+    write_planes<Float::kHighBits>(high, octets, planes);
+    for (int64_t k = 0; k < length; ++k) {
+      if (mantissas[k] <= Float::kMask) continue;
+      write_exception(line * length + k, numbers[k], next);
+      next += 8;
+    }
+  }
+  write_checksum(matrix.values, matrix.lines * length * Float::kBytes, matrix.sections);
+  const Stored first = *static_cast<const Stored*>(matrix.numbers);
+  const uint32_t mantissa = rounded_mantissa(Float(), first);
+  const uint32_t sign = Float::sign(first) << (Float::kMantissa + Float::kExponent);
+  write_exception(
+      0, mantissa > Float::kMask ? first : magnitude_bits(Float(), mantissa) | sign, matrix.sections + 8);
+  return next - matrix.sections;
+}
+
 }  // namespace
+
+extern "C" int64_t encode_floats(const Matrix* matrix, int64_t number, int64_t is_elf) {
+  if (is_elf) return number == 1 ? encode_elf<FP16>(*matrix) : encode_elf<FP32>(*matrix);
+  if (number == 0) return encode_lossless<BF16>(*matrix);
+  if (number == 1) return encode_lossless<FP16>(*matrix);
+  return encode_lossless<FP32>(*matrix);
+}
+
+// Writes the checksums of the sections of `matrices`, each `section_bytes` long.
+extern "C" void seal_sections(uint8_t* sections, int64_t matrices, int64_t section_bytes) {
+  for (int64_t matrix = 0; matrix < matrices; ++matrix, sections += section_bytes)
+    write_checksum(sections + 16, section_bytes - 16, sections + 8);
+}
+
+// Returns the first of `matrices` without its checksums, or -1.
+extern "C" int64_t first_damaged(
+    const uint8_t* values, const uint8_t* sections, int64_t matrices, int64_t value_bytes, int64_t section_bytes) {
+  for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+    const uint8_t* own_sections = sections + matrix * section_bytes;
+    if (!has_checksums(values + matrix * value_bytes, value_bytes, own_sections, section_bytes)) return matrix;
+  }
+  return -1;
+}
 
 extern "C" int64_t decode_floats(const Floats* floats, int64_t number, int64_t is_elf) {
   if (is_elf) return number == 1 ? decode_elf<FP16>(*floats) : decode_elf<FP32>(*floats);

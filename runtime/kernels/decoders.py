@@ -16,9 +16,16 @@ import torch
 
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.layouts.layout import MatrixFormula, Role
+from moepass.models.layouts.packed_floats import PackedFormula
 from moepass.models.layouts.weight_layout import Formula
 from moepass.passes.ir.plan import BankSpec, DecodedPart
-from moepass.runtime.kernels.cpu_decoder import can_decode, decode_floats_on_cpu, decode_on_cpu
+from moepass.runtime.kernels.cpu_decoder import (
+    can_decode,
+    check_floats_on_cpu,
+    decode_floats_on_cpu,
+    decode_on_cpu,
+    library,
+)
 from moepass.runtime.kernels.fp8_rows import BlockScaledWeights
 from moepass.runtime.kernels.slot_tensors import copy_fp8, slot_tensors
 from moepass.runtime.kernels.stored_lines import DECODED_DTYPES
@@ -79,6 +86,14 @@ def decode_matrices(formula: Formula, stored: Mapping[Role, torch.Tensor], targe
         for start in range(len(target)):
             matrix = {role: values[start : start + 1] for role, values in stored.items()}
             target[start : start + 1].copy_(formula.decode(matrix, target.dtype))
+
+
+def check_matrices(formula: PackedFormula, stored: Mapping[Role, torch.Tensor]) -> None:
+    """Raise CheckpointError if packed matrices of contiguous `stored` tensors do not have their checksums."""
+    if stored[Role.VALUES].device.type == "cpu" and library() is not None:
+        check_floats_on_cpu(stored)
+    else:
+        formula.check(stored)
 
 
 def _decode_scaled(formula: MatrixFormula, stored: Mapping[Role, torch.Tensor], target: torch.Tensor) -> None:

@@ -26,11 +26,12 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
+from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.finish import with_lowerings
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs
 from moepass.passes.ir.segment import Segment
-from moepass.passes.segments.partition import cut_into_segments
+from moepass.passes.segments.partition import cut_into_segments, mark_block_edges
 from moepass.runtime.lowering.lower_segments import Lowered, by_operators, lower_segments
 
 # Meta entries that the new descriptions replace.
@@ -68,6 +69,8 @@ def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> La
     # Tensors made here must not belong to the fake mode of a capture that may be in progress.
     with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         symbols, fake_mode = _describe_anew(private, sizes)
+        # The plan has the blocks of the rewritten graph, but this one still has its exchanges.
+        mark_block_edges(private.graph, [match.record for match in find_blocks(private.graph).matches])
         cut = cut_into_segments(private)
         lowered = lower_segments(cut.top, how)
     guards = tuple(guard.expr for guard in fake_mode.shape_env.guards)

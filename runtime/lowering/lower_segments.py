@@ -40,6 +40,7 @@ from moepass.passes.ops.walk import view_source
 from moepass.passes.segments.tensorrt_choice import stays_out_of_tensorrt
 from moepass.passes.segments.token_program import is_region
 from moepass.runtime.lowering.boxed_code import TakesList, run_by_list
+from moepass.runtime.lowering.cpu_gemms import use_faster_gemms
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
 from moepass.runtime.lowering.lower_tensorrt import lower_to_tensorrt
 from moepass.runtime.lowering.lower_token_loop import lower_token_loop
@@ -265,6 +266,7 @@ def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
     with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), inductor_config.patch(correct), with_tag:
         joint_graph_passes(module)
         _sort_any_number(module)
+        use_faster_gemms(module)
         run: Lowered = compile_fx_inner(
             module, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
         )

@@ -1,6 +1,7 @@
 """Loading of a model from a checkpoint folder, with its experts read straight into their home.
 
     plan      transformers builds the model from tensors that are not read yet (unread_tensors.py)
+    pack      if asked for, this process's experts are read and packed (pack_experts.py)
     agree     homes `peer` and `hybrid`: all ranks check that they have the same checkpoint
     experts   `move_experts` copies this process's experts into its banks; only these are read
     dense     every other weight is read, once
@@ -33,6 +34,7 @@ from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
+from moepass.models.layouts.published import ExpertFormat
 from moepass.models.limits import MODEL
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter
@@ -49,10 +51,12 @@ from moepass.runtime.offload.offload import (
     expert_weights,
     find_expert_modules,
     move_experts,
+    packed_experts,
     place_experts,
     resolve_device,
     streamed_layers,
 )
+from moepass.runtime.offload.pack_experts import STORED, check_format, format_topic
 from moepass.runtime.offload.placement import PlanningOptions
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree
@@ -62,7 +66,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("moepass")
 
-_CHECKPOINT = "description of its checkpoint"
+_CHECKPOINT, _PACKED_CHECKPOINT = "description of its checkpoint", "description of its packed checkpoint"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
 
 # A function of (bytes read so far, total bytes).
@@ -84,6 +88,7 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
+    expert_format: ExpertFormat = STORED,
 ) -> PreTrainedModel:
     """Return the model in the checkpoint folder `path`, with its experts at `home`.
 
@@ -93,8 +98,8 @@ def load_pretrained(
     The model computes the same as after `from_pretrained` and `offload_experts`, but each process reads only the dense
     weights and its own experts: all experts with home `host`, those of its rank with `peer` and `hybrid`, where all
     ranks must call this, and with `disk` only the scales of quantised experts. Beyond these bytes it needs memory for
-    one expert at most. On the CPU dense weights are views of the mapped file, as with from_pretrained; ranks on one
-    machine share them.
+    one expert at most, or, with an `expert_format` that packs, for the packed experts of all layers. On the CPU dense
+    weights are views of the mapped file, as with from_pretrained; ranks on one machine share them.
 
     No file of the checkpoint may change while it is loaded. (Truncating a file while dense weights are read from it
     ends the process with SIGBUS.)
@@ -117,6 +122,7 @@ def load_pretrained(
         experts_implementation: the implementation of experts in transformers.
         progress: a function of (bytes read, total bytes), called on each rank that passes one. By default a progress
             bar on rank 0 if stderr is a terminal.
+        expert_format: see `offload_experts`. Layers that stay on `device` are read a second time.
 
     Raises:
         CheckpointError: `path` is not a checkpoint; files or tensors are missing, truncated, or do not fit the config;
@@ -130,7 +136,9 @@ def load_pretrained(
         residents = Residents(resident_bytes, resident_layers)
         return PlanningOptions(memory_budget, hardware, tokens, slots, residents, experts_compute)
 
-    return load_planned(path, options_of(home), device, planning, dtype, experts_implementation, progress)
+    return load_planned(
+        path, options_of(home), device, planning, dtype, experts_implementation, progress, expert_format
+    )
 
 
 def load_planned(
@@ -141,11 +149,13 @@ def load_planned(
     dtype: torch.dtype | None = None,
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
+    expert_format: ExpertFormat = STORED,
 ) -> PreTrainedModel:
     """Return the model in the checkpoint folder `path`, see `load_pretrained`.
 
     `planning` returns the planning options; the other ranks learn of its errors.
     """
+    check_format(expert_format, options.home)
     _check_options(dtype, progress)
     meeting = (
         PeerGroup.of(options.group, options.timeout_s, _TITLE).rendezvous
@@ -153,30 +163,41 @@ def load_planned(
         else None
     )
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as shown:
         with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
             planned = planning()
             folder = checkpoints.resolve_model(path)
             unread_model = _UnreadModel(folder, *build_unread(folder, dtype, experts_implementation))
             compute_device = resolve_device(unread_model.model, device)
-            placement = place_experts(unread_model.model, planned, options, compute_device)
-            unread_model.warn_of_decoded_experts()
+            on_read = None
+            if expert_format != STORED:
+                own_bytes = unread_model.own_bytes(rank, ranks, False)
+                on_read = _first_bytes(own_bytes, shown.enter_context(shown_progress(progress, rank == 0, own_bytes)))
+                unread_model.files.on_read = on_read
+            packed = packed_experts(unread_model.model, expert_format, meeting, _CHECKPOINT)
+            unread_model.files.on_read = None
+            placement = place_experts(unread_model.model, planned, options, compute_device, packed)
+            if not packed:
+                unread_model.warn_of_decoded_experts()
             # Resident experts are read like dense weights.
             unread_model = dataclasses.replace(unread_model, resident=placement.resident)
-            own_bytes = unread_model.own_bytes(rank, ranks, home_named(options.home).is_in_files)
+            if expert_format == STORED:
+                own_bytes = unread_model.own_bytes(rank, ranks, home_named(options.home).is_in_files)
             if meeting is not None:
-                deque(agree(meeting, _CHECKPOINT, [*placement.topics, *unread_model.topics()]), maxlen=0)
-        with shown_progress(progress, rank == 0, own_bytes) as on_read:
-            unread_model.files.on_read = on_read
-            report = move_experts(
-                unread_model.model, options, make_packer(options, compute_device), compute_device, planned, placement
-            )
-            unread_model.files.close()  # dense weights must not keep the experts' pages mapped
-            read_weights(unread_model.model, report.store.device)
-            if not report.layers:  # all experts are resident, and reading them made new parameters
-                keep_whole_model_store(expert_weights(unread_model.model), report.store)
-            unread_model.files.close()
-            unread_model.files.check()
+                title = _CHECKPOINT if expert_format == STORED else _PACKED_CHECKPOINT
+                topics = [format_topic(expert_format), *placement.topics, *unread_model.topics()]
+                deque(agree(meeting, title, topics), maxlen=0)
+        if expert_format == STORED:
+            on_read = shown.enter_context(shown_progress(progress, rank == 0, own_bytes))
+        unread_model.files.on_read = on_read
+        packer = make_packer(options, compute_device)
+        report = move_experts(unread_model.model, options, packer, compute_device, planned, placement, packed)
+        unread_model.files.close()  # dense weights must not keep the experts' pages mapped
+        read_weights(unread_model.model, report.store.device)
+        if not report.layers:  # all experts are resident, and reading them made new parameters
+            keep_whole_model_store(expert_weights(unread_model.model), report.store)
+        unread_model.files.close()
+        unread_model.files.check()
     return unread_model.model
 
 
@@ -271,6 +292,21 @@ class _UnreadModel:
             "the dense weights in the checkpoint (a digest)": dense,
         }
         return [Topic(name, digest, "give every rank the same checkpoint") for name, digest in digests.items()]
+
+
+def _first_bytes(total_bytes: int, on_read: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    """Return `on_read` for the first `total_bytes` alone, because some layers are read again."""
+    if on_read is None:
+        return None
+    left_bytes = total_bytes
+
+    def add(nbytes: int) -> None:
+        nonlocal left_bytes
+        counted_bytes = min(nbytes, left_bytes)
+        left_bytes -= counted_bytes
+        on_read(counted_bytes)
+
+    return add
 
 
 def _check_options(dtype: object, progress: object) -> None:

@@ -7,12 +7,13 @@ import dataclasses
 import itertools
 import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from moepass.models.errors import InputError, OptionError
+from moepass.models.layouts.published import ExpertFormat
 from moepass.models.limits import AUTO, MODEL
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.machine.hardware import Hardware
@@ -27,13 +28,15 @@ from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.options.home_options import HomeOptions
 from moepass.runtime.homes.options.packers import Packer, make_packer, options_of
 from moepass.runtime.homes.peer_home import PeerPacker
+from moepass.runtime.offload.pack_experts import STORED, Banks, check_format, format_topic, pack_experts
 from moepass.runtime.offload.placement import Placement, PlanningOptions, place
 from moepass.runtime.offload.residents import Residents, is_count
 from moepass.runtime.ranks.agree import agree
+from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.transfer.link import parse_link
 
 # Ranks compare the causes of their plans first.
-_PLAN = "plan of its layers"
+_PLAN, _PACKED_PLAN = "plan of its layers", "plan of its packed layers"
 
 
 class NoExpertsError(InputError):
@@ -117,10 +120,30 @@ def streamed_layers(model: nn.Module, resident: Collection[str]) -> dict[str, li
     return {path: modules for path, modules in _modules_of_banks(model).items() if path not in resident}
 
 
-def place_experts(model: nn.Module, planning: PlanningOptions, options: HomeOptions, device: torch.device) -> Placement:
+def packed_experts(
+    model: nn.Module, expert_format: ExpertFormat, meeting: Rendezvous | None, title: str
+) -> dict[str, Mapping[str, torch.Tensor]]:
+    """Return the banks of `model` that rest packed, by path; {} if experts rest as they are stored.
+
+    Ranks of `meeting` first compare `expert_format`; `title` is that of the exchange in which ranks that pack nothing
+    compare it. Raises the errors of `pack_experts`.
+    """
+    if expert_format == STORED:
+        return {}
+    if meeting is not None:
+        deque(agree(meeting, title, [format_topic(expert_format)]), maxlen=0)
+    with torch.inference_mode(False), torch.no_grad():
+        banks = {path: expert_parameters(modules[0]) for path, modules in _modules_of_banks(model).items()}
+        return pack_experts(banks, expert_format, meeting)
+
+
+def place_experts(
+    model: nn.Module, planning: PlanningOptions, options: HomeOptions, device: torch.device, packed: Banks
+) -> Placement:
     """Decide which layers of `model` stay on the device, and the number of slots.
 
-    Raises OptionError for fewer than 1 slot, InputError if the model has no experts, and the errors of `place`.
+    `packed` has the banks that rest packed, by path. Raises OptionError for fewer than 1 slot, InputError if the model
+    has no experts, and the errors of `place`.
     """
     slots = planning.slots
     if slots is not None and not is_count(slots, 1):
@@ -137,7 +160,7 @@ def place_experts(model: nn.Module, planning: PlanningOptions, options: HomeOpti
         )
         raise NoExpertsError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     experts = {path: expert_parameters(modules[0]) for path, modules in banks.items()}
-    return place(model, experts, planning, options, device)
+    return place(model, experts, planning, options, device, packed)
 
 
 def _modules_of_banks(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -160,6 +183,7 @@ def offload_experts(
     hardware: str | os.PathLike[str] | Hardware | None = None,
     tokens: int | tuple[int, int] | None = None,
     experts_compute: str = MODEL,
+    expert_format: ExpertFormat = STORED,
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -190,10 +214,14 @@ def offload_experts(
             By default one sequence of 4096.
         experts_compute: "fp8" for a model that is compiled with this option: slots take half of the bytes, and all
             layers stream, because resident experts would compute in the model's dtype.
+        expert_format: `"stored"`: experts rest as they are. `"lossless"` or `"elf"`: they are packed first, rest and
+            travel packed, and are decoded into the slot; all packed experts are in memory before the first layer moves.
+            Layers that stay on `device` are not packed. docs/homes.md describes the formats.
 
     Raises:
-        OptionError: an unknown home, fewer than 1 slot, a wrong number of bytes, layers or tokens, or a memory budget
-            together with resident layers.
+        OptionError: an unknown home, fewer than 1 slot, a wrong number of bytes, layers or tokens, a memory budget
+            together with resident layers, or an `expert_format` that is unknown or that these experts, or experts at
+            this home, cannot be packed in.
         InputError: the model has no experts, they are on the meta device, or all of them would stay; the device is
             missing, or cannot compute from that home; the budget is too small; the profile lacks a link or a rate;
             there is no process group; home `disk` needs a folder, or disk space. The model is unchanged.
@@ -202,18 +230,21 @@ def offload_experts(
         SharedMemoryError: ranks on this machine cannot share memory. The model is unchanged.
     """
     options = options_of(home)
+    check_format(expert_format, options.home)
     residents = Residents(resident_bytes, resident_layers)
     planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents, experts_compute)
     compute_device = resolve_device(model, device)
-    if device is None or compute_device.type != "meta":
+    if device is None or compute_device.type != "meta" or expert_format != STORED:
         _check_values(model)
     packer = make_packer(options, compute_device)
     meeting = packer.group.rendezvous if isinstance(packer, PeerPacker) else None
     with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
-        placement = place_experts(model, planning, options, compute_device)
+        packed = packed_experts(model, expert_format, meeting, _PLAN)
+        placement = place_experts(model, planning, options, compute_device, packed)
     if meeting is not None:
-        deque(agree(meeting, _PLAN, placement.topics), maxlen=0)
-    return move_experts(model, options, packer, compute_device, planning, placement)
+        title = _PLAN if expert_format == STORED else _PACKED_PLAN
+        deque(agree(meeting, title, [format_topic(expert_format), *placement.topics]), maxlen=0)
+    return move_experts(model, options, packer, compute_device, planning, placement, packed)
 
 
 def _check_values(model: nn.Module) -> None:
@@ -241,12 +272,16 @@ def move_experts(
     device: torch.device,
     planning: PlanningOptions,
     placement: Placement,
+    packed: dict[str, Mapping[str, torch.Tensor]],
 ) -> OffloadReport:
     """Move the experts of `model` as `placement` says, which all ranks have agreed on.
 
-    `make_packer` made `packer` from `options`. Raises the errors of `offload_experts`.
+    `make_packer` made `packer` from `options`. The banks in `packed`, by path, move in their packed form, and are
+    removed from it. Raises the errors of `offload_experts`.
     """
     resident = placement.resident
+    for path in resident:
+        packed.pop(path, None)
     banks = streamed_layers(model, resident)
     # With home `device` all plain experts stay, whichever layers the user has chosen.
     if resident and not banks and planning.residents.is_given and options.home != "device":
@@ -257,9 +292,9 @@ def move_experts(
         keep_whole_model_store(expert_weights(model), store)
         return OffloadReport.of(store, resident)
     with torch.inference_mode(False), torch.no_grad():
-        packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
+        packer.agree({path: packed.get(path) or expert_parameters(modules[0]) for path, modules in banks.items()})
         for index, (path, modules) in enumerate(banks.items()):
-            _bank(store, packer, index, path, modules)
+            _bank(store, packer, index, path, modules, packed.pop(path, None))
         check_before_moving(model)
         packer.connect(store.banks)
     if isinstance(packer.home.transport, CollectiveTransport):
@@ -268,10 +303,17 @@ def move_experts(
     return OffloadReport.of(store, resident)
 
 
-def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequence[nn.Module]) -> None:
-    """Pack the parameters that all `modules` share into bank `index`, and remove them from the modules."""
+def _bank(
+    store: BankStore,
+    packer: Packer,
+    index: int,
+    path: str,
+    modules: Sequence[nn.Module],
+    packed: Mapping[str, torch.Tensor] | None,
+) -> None:
+    """Move the parameters that all `modules` share, or `packed`, into bank `index`; remove them from the modules."""
     parameters = expert_parameters(modules[0])
-    store.add(packer.pack(index, path, parameters))
+    store.add(packer.pack(index, path, packed or parameters))
     for module in modules:
         bank_parameters(
             module, {name: BankedParameter(store, index, position) for position, name in enumerate(parameters)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import shutil
 from collections import defaultdict
@@ -31,11 +32,11 @@ from moepass.models.checkpoint.load_model import build_unread, is_quantized
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_files import PACKED_INDEX_FILE, one_line, read_json
 from moepass.models.errors import CheckpointError, InputError, one_of
-from moepass.models.layouts.layout import Role
 from moepass.models.layouts.packed_floats import FLOAT_TYPES
 from moepass.models.layouts.published import PACKED_METHOD, PACKED_NUMBERS, PackedFormat, packed_formula
 from moepass.models.layouts.weight_layout import PackedMatrixFormula
 from moepass.runtime.kernels.decoders import decode_matrices
+from moepass.runtime.kernels.encoders import encode_matrices
 from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
 
 _SOURCE_FILE = "moepass-pack.json"
@@ -75,10 +76,16 @@ def pack_checkpoint(source: Path, target: Path, format: PackedFormat, progress: 
         raise CheckpointError(text, path=source)
     files, model = build_unread(source, None)
     formulas: Formulas = {FLOAT_TYPES[number].dtype: packed_formula(format, number) for number in numbers}
-    modules = find_expert_modules(model).values()
-    layers = [_matrices(expert_parameters(module).values(), formulas) for module in modules]
-    layers = [matrices for matrices in layers if matrices]
-    experts = {matrix.key for matrices in layers for matrix in matrices}
+    layers: list[list[StoredTensor]] = []
+    experts: set[str] = set()
+    for module in find_expert_modules(model).values():
+        # Layers may share experts.
+        matrices = [
+            matrix for matrix in _matrices(expert_parameters(module).values(), formulas) if matrix.key not in experts
+        ]
+        experts |= {matrix.key for matrix in matrices}
+        if matrices:
+            layers.append(matrices)
     if not experts:
         text = (
             f"{source} has no experts that {format} packing takes: matrices of 2 or more experts per layer, stored and "
@@ -240,18 +247,17 @@ def _packed(files: CheckpointFiles, tensors: Sequence[StoredTensor], formulas: F
     written: dict[str, torch.Tensor] = {}
     for group in groups.values():
         formula = formulas[group[0].dtype]
-        encoded = {tensor.key: [formula.encode(matrix) for matrix in _as_stack(files.read(tensor))] for tensor in group}
-        longest = max(len(matrix[Role.SECTIONS]) for matrices in encoded.values() for matrix in matrices)
-        first = encoded[group[0].key][0]
-        matrix_bytes = group[0].nbytes // len(encoded[group[0].key])
-        if first[Role.VALUES].numel() + longest >= matrix_bytes:
+        rows, columns = group[0].shape[-2:]
+        counts = [math.prod(tensor.shape[:-2]) for tensor in group]
+        matrices = (matrix for tensor in group for matrix in _as_stack(files.read(tensor)))
+        encoded = encode_matrices(formula, matrices, (sum(counts), rows, columns))
+        stored = encoded.stored(encoded.section_bytes)
+        if sum(values.nbytes for values in stored.values()) >= sum(tensor.nbytes for tensor in group):
             written |= {tensor.key: files.read(tensor) for tensor in group}
             continue
-        for tensor in group:
-            matrices = [formula.padded(matrix, longest) for matrix in encoded.pop(tensor.key)]
-            for role, suffix in formula.suffixes.items():
-                stack = torch.stack([matrix[role] for matrix in matrices])
-                written[tensor.key + suffix] = stack if len(tensor.shape) == 3 else stack[0]
+        for role, suffix in formula.suffixes.items():
+            for tensor, stack in zip(group, stored[role].split(counts), strict=True):
+                written[tensor.key + suffix] = (stack if len(tensor.shape) == 3 else stack[0]).clone()
     return written
 
 

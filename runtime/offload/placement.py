@@ -40,6 +40,7 @@ from moepass.passes.planner.simulate import ExecutionModel
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
 from moepass.runtime.banks.banks import describe_bank
 from moepass.runtime.homes.options.home_options import HomeOptions
+from moepass.runtime.offload.pack_experts import Banks
 from moepass.runtime.offload.residents import Residents, is_count
 from moepass.runtime.profiles.hardware_profiles import load_hardware, profile_json
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
@@ -142,14 +143,19 @@ class Placement:
 
 
 def place(
-    model: nn.Module, experts: Experts, planning: PlanningOptions, options: HomeOptions, device: torch.device
+    model: nn.Module,
+    experts: Experts,
+    planning: PlanningOptions,
+    options: HomeOptions,
+    device: torch.device,
+    packed: Banks,
 ) -> Placement:
     """Decide which layers stay and how many slots there are, where `planning` leaves this open.
 
-    `experts` are the expert weights of each bank, by path. With experts in FP8 no layer stays, because resident experts
-    would compute in the model's dtype. Raises OptionError if there is both a budget and residents, or for wrong
-    `PlanningOptions`, and InputError if the budget is too small (the error names the smallest sufficient budget) or the
-    device is, or the profile lacks a link or rate.
+    `experts` are the expert weights of each bank, by path; those in `packed` rest in that form. With experts in FP8 no
+    layer stays, because resident experts would compute in the model's dtype. Raises OptionError if there is both a
+    budget and residents, or for wrong `PlanningOptions`, and InputError if the budget is too small (the error names the
+    smallest sufficient budget) or the device is, or the profile lacks a link or rate.
     """
     residents, slots = planning.residents, planning.slots
     # Both are read first, so that wrong values raise even where the plan does not need them.
@@ -167,7 +173,7 @@ def place(
             "one of the two"
         )
         raise OptionError(text, name="experts_compute", value=FP8, expected=MODEL)
-    inputs = _PlanningInputs(model, experts, planning, options, device)
+    inputs = _PlanningInputs(model, experts, planning, options, device, packed)
     stay = residents.among(inputs.bank_bytes) if residents.is_given else None
     if options.home == "device":
         if budget is not None:
@@ -223,13 +229,20 @@ class _PlanningInputs:
     """The model's sizes and the machine, as far as they are known."""
 
     def __init__(
-        self, model: nn.Module, experts: Experts, planning: PlanningOptions, options: HomeOptions, device: torch.device
+        self,
+        model: nn.Module,
+        experts: Experts,
+        planning: PlanningOptions,
+        options: HomeOptions,
+        device: torch.device,
+        packed: Banks,
     ) -> None:
         self.planning, self.options = planning, options
         # Bytes by path of each complete bank in a slot, and of its largest shard at rest.
         self.bank_bytes = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
-        specs = {path: describe_bank(0, path, values, home=options.home) for path, values in experts.items()}
+        resting = {**experts, **packed}
+        specs = {path: describe_bank(0, path, values, home=options.home) for path, values in resting.items()}
         if planning.multiplies_in_fp8:
             specs = {path: in_fp8(spec) for path, spec in specs.items()}
         self.sizes: dict[str, BankSizes] = {

@@ -102,9 +102,9 @@ class LocalForm(BlockWriter):
         return self._experts(rows, self.emit(aten.cumsum.default, flat, 0, dtype=torch.int32), expert_of_row)
 
     def _ends(self, sorted_ids: Node) -> Node:
-        like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
-        counts = self.emit(aten.full.default, [self.block.id_values], 0, **like)
-        ones = self.emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
+        value = fake_value(sorted_ids)
+        counts = self.full([self.block.id_values], 0, value.device, value.dtype)
+        ones = self.full([self._size(value.shape[0])], 1, value.device, value.dtype)
         self.sized.add(ones)
         counts = self.emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
         if self.block.drops:
@@ -116,28 +116,18 @@ class LocalForm(BlockWriter):
         experts, device = self.block.experts, fake_value(slots).device
         total = self._size(fake_value(slots).shape[0])
         each = total // experts if isinstance(total, int) else self.emit(operator.floordiv, total, experts)
-        counts = self.emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
-        # Cast separately: for the cumsum of a constant, Inductor ignores `dtype` and keeps that of the constant.
-        ends = self.cast(self.emit(aten.cumsum.default, counts, 0), torch.int32)
-
-        def expert_of_slot() -> Node:
-            every = self.emit(aten.unsqueeze.default, self.arange(experts, device), -1)
-            return self.emit(aten.reshape.default, self.emit(aten.expand.default, every, [experts, each]), [-1])
-
-        return self._experts(slots, ends, expert_of_slot)
+        ends = self.ends_of_even_groups(experts, each, device)
+        return self._experts(slots, ends, lambda: self.group_of_each_row(experts, each, device))
 
     def _zero_unused(self, sorted_ids: Node, outputs: Node) -> Node:
         """Return the outputs with zeros for the rows of dropped pairs."""
-        value = fake_value(outputs)
         unused = self.emit(aten.unsqueeze.default, self.emit(aten.eq.Scalar, sorted_ids, self.block.experts), -1)
-        zero = self.emit(aten.scalar_tensor.default, 0.0, dtype=value.dtype, device=value.device)
-        return self.emit(aten.where.self, unused, zero, outputs)
+        return self.emit(aten.where.self, unused, self.scalar(0.0, outputs), outputs)
 
     def _weighted_sum(self, hidden: Node, ids: Node) -> Node:
         """Write the operations and the order of the sum of `grouped_mm_experts_forward` of transformers."""
         top_k = int(fake_value(ids).shape[1])
-        both = self.emit(aten.sort.stable, self.emit(aten.view.default, ids, [-1]), stable=True)
-        sorted_ids, order = self.getitem(both, 0), self.getitem(both, 1)
+        sorted_ids, order = self.sort(self.emit(aten.view.default, ids, [-1]))
         token = self.emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
         rows = self.emit(aten.index.Tensor, hidden, [token])
         ends = self._ends(sorted_ids)

@@ -299,9 +299,7 @@ class _GatheredPairs:
         ids = self.writer.cast(self._chosen.ids, torch.int64)
         if not self._chosen.is_partial:
             return ids
-        experts = int(fake_value(self._mask.input).shape[1])
-        like = {"dtype": torch.int64, "device": fake_value(ids).device}
-        no_expert = self.writer.emit(aten.scalar_tensor.default, experts, **like)
+        no_expert = self.writer.scalar(int(fake_value(self._mask.input).shape[1]), ids)
         return self.writer.emit(aten.where.self, self._at_ids(self._mask.input), ids, no_expert)
 
     def _pairs_of(self, columns: MaskColumns) -> _MaskedPairs:
@@ -313,12 +311,11 @@ class _GatheredPairs:
             outside = emit(
                 aten.bitwise_or.Tensor, emit(aten.lt.Scalar, local, 0), emit(aten.ge.Scalar, local, columns.experts)
             )
-            both = emit(aten.sort.stable, emit(aten.masked_fill.Scalar, local, outside, columns.experts), stable=True)
-            experts = self.writer.getitem(both, 0)
+            experts, order = self.writer.sort(emit(aten.masked_fill.Scalar, local, outside, columns.experts))
             zeros = emit(aten.new_zeros.default, experts, [columns.experts + 1])
             counts = emit(aten.scatter_add.default, zeros, 0, experts, emit(aten.ones_like.default, experts))
             counts = emit(aten.slice.Tensor, counts, 0, 0, columns.experts)
-            self._pairs[key] = _MaskedPairs(self.writer.getitem(both, 1), experts, counts)
+            self._pairs[key] = _MaskedPairs(order, experts, counts)
         return self._pairs[key]
 
     def _pair_count(self, reader: _GatheredMaskReader) -> Node:

@@ -26,7 +26,7 @@ from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 aten = torch.ops.aten
 
 # Meta key of the gather of a rewritten block: its number of tokens, or None if that is unknown.
-TOKENS_KEY = "moepass_tokens"
+ROUTED_TOKENS_KEY = "moepass_routed_tokens"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from moepass.passes.parallel.mock.small_guess import NoSmallCopy
 from moepass.passes.parallel.mock.small_sizes import Scale, run_bytes
 from moepass.passes.parallel.proof.peer_equivalence import check_run
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
+from moepass.passes.parallel.rows.row_flow import RowFlow
 from moepass.passes.parallel.rows.row_functions import row_functions
 
 # [Empirical] A run of a few rows takes milliseconds.
@@ -44,9 +45,12 @@ MOST_RUNS = 256
 MOST_PROOF_BYTES = 2**30
 
 
-def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> None:
-    """Raise ContractBroken or NotThisForm unless `result` is proved equal to the result of the block."""
-    functions = row_functions(local)
+def check_local_form(block: ParallelBlock, local: LocalForm, result: Node, flow: RowFlow) -> None:
+    """Raise ContractBroken or NotThisForm unless `result` is proved equal to the result of the block.
+
+    `flow` is that of the local form (`flow_in_local_form`).
+    """
+    functions = row_functions(local, flow)
     data = data_nodes(block, local)
     # The compiler runs in fake mode, but mock runs compute real numbers.
     with unset_fake_temporarily(), torch.no_grad():

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
@@ -32,12 +32,17 @@ from moepass.passes.graph.nodes import fake_value, is_call, nodes_in, several
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ops.arguments import named_arguments
-from moepass.passes.ops.traits import Trait, base_operation, draws_random_numbers, has_trait, operation
+from moepass.passes.ops.traits import Trait, base_operation, has_trait, operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.rows.row_layout import Layout, no_rows
 from moepass.passes.rows.row_rules import Layouts, Place, RowRules, any_rows, fits, has_symbols, is_flat
 
 aten = torch.ops.aten
+
+_CHANGE = (
+    "expected an activation function that computes every row alone, from that row and constants, independent of other "
+    "rows; compute element by element or along features, or move this before or after the experts"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +112,8 @@ class _Walk(RowRules):
     def __init__(
         self, starts: Iterable[Node], unmasked: Mapping[Node, Node], copies: Mapping[Node, Node], sizes: Iterable[Node]
     ) -> None:
-        super().__init__(starts, copies)
+        super().__init__(starts)
+        self._copies = copies
         self._unmasked = unmasked
         self._sizes = set(sizes)
 
@@ -136,22 +142,19 @@ class _Walk(RowRules):
             self._constant(node)
             return
         self._layouts[node] = layouts = self.with_rows(node)
-        for layout, value in zip(several(layouts), several(fake_value(node)), strict=True):
-            # One of several values may have an unknown layout, as long as nothing reads it.
-            if layout is None and layouts is not None:
-                continue
-            if layout is None or not fits(layout, value):
-                self._refuse(node, "gives rows in a way that cannot be followed")
-            if any(size.free_symbols for size in layout.of_a_row):
-                self._refuse(node, "gives each row as many features as there are rows")
+        self._check_layouts(node, layouts)
+
+    def _named(self, node: Node) -> str:
+        """Name the original of a copy, which has a line in the model."""
+        return super()._named(self._copies.get(node, node))
+
+    def _refuse(self, node: Node, what: str) -> NoReturn:
+        raise NotThisForm(f"between its GEMMs {self._named(node)} {what}; {_CHANGE}")
 
     def _check_operator(self, node: Node) -> None:
-        target = node.target
-        is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-        if not is_known and getattr(target, "__module__", "") not in ("_operator", "torch"):
-            self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
-        if draws_random_numbers(node):
-            self._refuse(node, "draws random numbers, which differ between the block and its local form")
+        # Functions on sizes, and getitem.
+        if getattr(node.target, "__module__", "") not in ("_operator", "torch"):
+            super()._check_operator(node)
 
     def _size(self, node: Node) -> None:
         reads_rows = any(map(self._has_rows, node.all_input_nodes))

@@ -21,7 +21,7 @@ from moepass.passes.graph.nodes import is_call, nodes_in
 from moepass.passes.ops.arguments import named_arguments
 from moepass.passes.ops.traits import operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.rows.row_flow import RowFlow, check_equal_flow, flow_in_block, flow_in_local_form
+from moepass.passes.parallel.rows.row_flow import RowFlow, check_equal_flow, flow_in_block
 
 aten = torch.ops.aten
 
@@ -49,13 +49,13 @@ class RowFunctions:
         return node in self.calls or node in self.constants or node in self.masks
 
 
-def row_functions(local: LocalForm) -> RowFunctions:
+def row_functions(local: LocalForm, of_local_form: RowFlow) -> RowFunctions:
     """Return the functions of the nodes of the activation function. Raises NotThisForm if rows are not independent."""
     calls: dict[Node, tuple[int, tuple[Node, ...]]] = {}
     counts: dict[Node, Node] = {}
     constants: set[Node] = set()
     numbers = {node: number for number, node in enumerate(local.block.region)}
-    of_block, of_local_form = flow_in_block(local), flow_in_local_form(local)
+    of_block = flow_in_block(local)
     check_equal_flow(of_block, of_local_form, local.copies)
     nodes = [(node, node, of_block) for node in local.block.region if node in local.copied]
     nodes += ((copy, node, of_local_form) for copy, node in local.copies.items())

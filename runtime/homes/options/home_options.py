@@ -61,9 +61,9 @@ class Host(HomeOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device(HomeOptions):
-    """Complete banks on the compute device, quantised as the checkpoint stores them, and decoded into the slots.
+    """Complete banks on the compute device, quantised as the checkpoint stores them or packed, decoded into the slots.
 
-    Layers whose experts are not quantised are resident.
+    Layers whose experts are neither quantised nor packed are resident.
 
     Args:
         link: `"real"`: nothing travels over a link, so there is no other value.

@@ -226,16 +226,17 @@ def _survey_mask(
     *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any, **options: Any
 ) -> torch.Tensor:
     # Each call returns a new tensor, because layers are matched with masks by identity.
-    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     chunk = getattr(options.get("config"), "attention_chunk_size", None)
+    is_meta = torch.device(device).type == "meta"
     past: VisiblePast | InputError
     try:
-        past = past_of_rule(mask_function)
+        past = past_of_rule(mask_function, "cpu" if is_meta else device)
     except InputError as error:
         past = error  # raised later if a layer uses the mask
     except RuntimeError:
         # Only the rule of chunks contains a tensor, the padding, whose values are unknown on the device `meta`.
-        if torch.device(device).type != "meta" or not chunk:
+        if not is_meta or not chunk:
             raise
         past = VisiblePast(chunk=chunk)
     _recording.get().masks.append((mask, past))
@@ -251,15 +252,16 @@ ALL_EXPERTS_FUNCTIONS.register(_SURVEY_NAME, _no_experts)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY_NAME, _survey_mask)
 
 
-def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
+def past_of_rule(rule: Callable[..., Any], device: torch.device | str = "cpu") -> VisiblePast:
     """Return the past that a mask function of transformers, `rule(batch, head, query, key) -> bool`, lets a token see.
 
-    Raises InputError if this is neither the complete past nor a window nor chunks of it.
+    `device` is that of the tensors in the rule. Raises InputError if the past is neither complete nor a window nor
+    chunks.
     """
-    first = _first_seen(rule, FARTHEST)
-    before = _first_seen(rule, first - 1) if first else 0
+    first = _first_seen(rule, FARTHEST, device)
+    before = _first_seen(rule, first - 1, device) if first else 0
     queries = (0, 1, 2, 3, 1000, first, first + 1, max(first - 1, 0), FARTHEST // 3, FARTHEST)
-    first_seen = [_first_seen(rule, query) for query in queries]
+    first_seen = [_first_seen(rule, query, device) for query in queries]
     for past in (VisiblePast(), VisiblePast(window=FARTHEST - first + 1), VisiblePast(chunk=first - before)):
         if past.first_seen(np.asarray(queries)).tolist() == first_seen:
             return past
@@ -267,15 +269,15 @@ def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
     raise InputError(text, name="mask")
 
 
-def _first_seen(rule: Callable[..., Any], query: int) -> int:
+def _first_seen(rule: Callable[..., Any], query: int, device: torch.device | str) -> int:
     """Return the first key that `query` sees.
 
     Raises InputError if it does not see all keys from there to itself, or sees later keys.
     """
-    zero = torch.zeros((), dtype=torch.int64)
-    keys = torch.arange(query + 2)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(query + 2, device=device)
     try:
-        row = torch.as_tensor(rule(zero, zero, torch.tensor(query), keys)).expand(query + 2)
+        row = torch.as_tensor(rule(zero, zero, zero + query, keys)).expand(query + 2)
     except IndexError as error:
         text = "attention has a mask that depends on the inputs; only fixed masks work"
         raise InputError(text, name="mask") from error

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.load_model import is_quantized, load_model
 from moepass.models.errors import CheckpointError, InputError
+from moepass.models.layouts.published import ExpertFormat
 from moepass.models.limits import MODEL
 from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.families import from_config
@@ -35,6 +36,7 @@ from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.options.home_options import Device, HomeOptions
 from moepass.runtime.offload.loading import load_planned, offload_report
 from moepass.runtime.offload.offload import NoExpertsError
+from moepass.runtime.offload.pack_experts import STORED
 from moepass.runtime.offload.placement import PlanningOptions
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
@@ -78,7 +80,7 @@ class EngineOptions:
 
     Attributes:
         home: home of the experts; None loads them on the device, as transformers does. `Device` does the same for
-            checkpoints without quantised experts.
+            checkpoints without quantised experts, unless `expert_format` packs them.
         dtype: by default the checkpoint's dtype.
         slots: slots of the ring, by default as planned.
         memory_budget: device memory for weights, slots, steps and the cache, such as "6GB"; None for no budget.
@@ -87,6 +89,7 @@ class EngineOptions:
         step_tokens: tokens of a full step, by default as planned.
         sharers: number of processes that share the memory of the device, this one included.
         warms_up: run steps before the first request, so that no request waits for a compilation.
+        expert_format: see `offload_experts`; with a home of None always "stored".
     """
 
     home: HomeOptions | None
@@ -100,6 +103,7 @@ class EngineOptions:
     step_tokens: int | None = None
     sharers: int = 1
     warms_up: bool = True
+    expert_format: ExpertFormat = STORED
 
     @property
     def memory_share(self) -> MemoryShare:
@@ -139,11 +143,18 @@ def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | 
 
 
 def _load(folder: Path, options: EngineOptions) -> PreTrainedModel:
-    home = options.home
-    if home is not None and (not isinstance(home, Device) or is_quantized(folder)):
-        with contextlib.suppress(NoExpertsError) if isinstance(home, Device) else contextlib.nullcontext():
+    home, is_packed = options.home, options.expert_format != STORED
+    if home is not None and (not isinstance(home, Device) or is_packed or is_quantized(folder)):
+        may_be_dense = isinstance(home, Device) and not is_packed
+        with contextlib.suppress(NoExpertsError) if may_be_dense else contextlib.nullcontext():
             return load_planned(
-                folder, home, options.device, options.planning, options.dtype, progress=lambda done, total: None
+                folder,
+                home,
+                options.device,
+                options.planning,
+                options.dtype,
+                progress=lambda done, total: None,
+                expert_format=options.expert_format,
             )
     model = load_model(folder, options.dtype)
     model.to(options.device)
@@ -261,6 +272,7 @@ def make_engine(
         key=key,
         exposed_seconds=exposed_seconds,
         block_bytes=block_bytes(shapes) if block_count else 0,
+        runs_ahead=is_cuda,
     )
     if store is not None:
         store.warns_of_uncompiled_calls = is_compiled

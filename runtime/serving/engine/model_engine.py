@@ -5,12 +5,15 @@ Pseudo-code
         match the cached blocks of each request
         pack the requests: every distinct needed token once; reserve cache blocks for prefixes that are worth keeping
         run the step: states at the positions that are read
-        compute scores of tokens, a few rows at a time, then vectors; copy both to the host, and make answers
+        compute scores of tokens, a few rows at a time, then vectors
+        if the device still computes: match and pack the requests of the next step
+        copy scores and vectors to the host, and make answers
         out of memory: run two halves instead, and limit later steps
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -23,7 +26,7 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.pack import PackedStep, pack
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable, RequestCost, request_cost, row_cost, unshared_flops
-from moepass.runtime.serving.cache.block_index import BlockIndex
+from moepass.runtime.serving.cache.block_index import BlockIndex, StepLease
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.plain_outputs import StatesRunner
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
@@ -46,11 +49,20 @@ class StepTooLargeError(InputError):
     """A step has more tokens than fit into memory, and can be split."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PreparedStep:
+    """Requests that are packed, and the lease of the cached blocks that they read."""
+
+    requests: list[Request]
+    packed: PackedStep
+    lease: StepLease
+
+
 class ModelEngine:
     """A `StepEngine` that runs a model in this process.
 
     `index` is that of the runner's cache blocks; it has 0 blocks if there is no cache. `exposed_seconds` returns the
-    time that computation has waited for experts.
+    time that computation has waited for experts. With `runs_ahead`, the device still computes when the runner returns.
     """
 
     def __init__(
@@ -64,6 +76,7 @@ class ModelEngine:
         key: bytes,
         exposed_seconds: Callable[[], float] = lambda: 0.0,
         block_bytes: int = 0,
+        runs_ahead: bool = False,
     ) -> None:
         self._head, self._runner, self._table, self._key, self._index = head, runner, table, key, index
         self.facts, self._exposed_seconds = facts, exposed_seconds
@@ -71,6 +84,8 @@ class ModelEngine:
         self._most_tokens = facts.most_tokens
         self._costs: dict[str, RequestCost] = {}
         self._watch = StepWatch(index, block_bytes)
+        self._runs_ahead = runs_ahead
+        self._prepared: PreparedStep | None = None
 
     def be_ready(self, flops_per_second: float) -> None:
         """Clear the cache after the warm-up, and store its measured speed in the facts."""
@@ -142,14 +157,25 @@ class ModelEngine:
                 break
         return chosen
 
-    def step(self, requests: Sequence[Request], *, compares: bool = True) -> StepResult:
+    def step(
+        self,
+        requests: Sequence[Request],
+        upcoming: Callable[[], list[Request]] | None = None,
+        *,
+        compares: bool = True,
+    ) -> StepResult:
         """Compute `requests`, in several steps if memory does not suffice for one.
 
+        `upcoming` returns the likely requests of the next step, which are packed while the device computes this one.
         Without `compares`, `unshared_flops` of the result is 0; counting it takes about as long as packing.
         """
         start, exposed = time.perf_counter(), self._exposed_seconds()
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.requests != [*requests]:
+            prepared.lease.release()
+            prepared = None
         try:
-            results = self._run_or_split(requests)
+            results = self._run_or_split(requests, prepared, upcoming)
         finally:
             for request in requests:
                 self._costs.pop(request.id, None)
@@ -189,9 +215,14 @@ class ModelEngine:
 
     # ---- Steps
 
-    def _run_or_split(self, requests: Sequence[Request]) -> list[StepResult]:
+    def _run_or_split(
+        self,
+        requests: Sequence[Request],
+        prepared: PreparedStep | None = None,
+        upcoming: Callable[[], list[Request]] | None = None,
+    ) -> list[StepResult]:
         try:
-            return [self._run_step(requests)]
+            return [self._run_step(prepared or self._prepare(requests), upcoming)]
         except Exception as error:
             has_no_memory = is_out_of_memory(error)
             if not (has_no_memory or isinstance(error, StepTooLargeError)):
@@ -229,10 +260,25 @@ class ModelEngine:
         answer = merged_answer(request, list(zip(both_halves, answers, strict=True)))
         return [dataclasses.replace(step, answers=(answer,) if step is steps[0] else ()) for step in steps]
 
-    def _run_step(self, requests: Sequence[Request]) -> StepResult:
-        with self._index.lease() as lease:
+    def _prepare(self, requests: Sequence[Request]) -> PreparedStep:
+        lease = self._index.lease()
+        try:
             matched = [lease.match(self._cost_of(request).hashes) for request in requests] if self._caches else None
-            packed = pack(requests, self._table, matched)
+            return PreparedStep([*requests], pack(requests, self._table, matched), lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    def _prepare_next(self, upcoming: Callable[[], list[Request]]) -> None:
+        """Pack the requests of the next step, if there are any."""
+        # An error of these requests must not fail this step; the next one packs them again, and raises it.
+        with contextlib.suppress(Exception):
+            if requests := upcoming():
+                self._prepared = self._prepare(requests)
+
+    def _run_step(self, prepared: PreparedStep, upcoming: Callable[[], list[Request]] | None) -> StepResult:
+        requests, packed = prepared.requests, prepared.packed
+        with prepared.lease as lease:
             self._watch.packed(packed.batch)
             count, _ = self._computed(packed)
             if count > self._most_tokens and (len(requests) > 1 or halves(requests[0]) is not None):
@@ -245,12 +291,16 @@ class ModelEngine:
             states, indices = (torch.empty(0), reads.indices) if is_cached else self._runner.run(batch, reads.indices)
             *score_indices, vector_rows = indices
             on_device = score_tokens(states, self._head, self.facts.vocabulary_size, reads.wanted, score_indices)
-            downloaded, vectors = download((on_device, self._vectors(states, vector_rows, reads.vector_counts)))
-            scores = token_scores(downloaded, reads.wanted)
-            answers = reads.answers(scores, vectors.numpy(), self._index.scores)
-            if self._caches:
-                self._index.scores.write(packed.written_slots(blocks), reads.scored(scores, self._index.scores))
+            vectors_on_device = self._vectors(states, vector_rows, reads.vector_counts)
+            # The device writes the new blocks before a later step reads them.
             lease.commit()
+        if self._runs_ahead and upcoming is not None:
+            self._prepare_next(upcoming)
+        downloaded, vectors = download((on_device, vectors_on_device))
+        scores = token_scores(downloaded, reads.wanted)
+        answers = reads.answers(scores, vectors.numpy(), self._index.scores)
+        if self._caches:
+            self._index.scores.write(packed.written_slots(blocks), reads.scored(scores, self._index.scores))
         events = self._index.drain_events()
         return StepResult(
             answers,

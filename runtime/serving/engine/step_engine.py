@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from moepass.passes.ir.planner_decisions import NO_MEMORY, DeviceMemory
@@ -84,8 +84,11 @@ class StepEngine(Protocol):
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
         """Return the leading requests of `waiting` that form one step, at least one."""
 
-    def step(self, requests: Sequence[Request]) -> StepResult:
-        """Compute `requests`, in several steps if memory does not suffice for one."""
+    def step(self, requests: Sequence[Request], upcoming: Callable[[], list[Request]] | None = None) -> StepResult:
+        """Compute `requests`, in several steps if memory does not suffice for one.
+
+        `upcoming` returns the likely requests of the next step, or none if they are not known yet.
+        """
 
     def compilations(self) -> int:
         """Return the number of graphs that this process has compiled."""

@@ -16,6 +16,7 @@ from moepass.models.checkpoint.checkpoint_folders import load_config, meta_model
 from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.homes import home_named
+from moepass.models.layouts.published import ExpertFormat
 from moepass.models.sizes.families import from_config
 from moepass.runtime.homes.options.packers import options_of
 from moepass.runtime.offload.offload import find_expert_modules, offload_experts, rank_device
@@ -53,6 +54,7 @@ def load_scorer(
     slots: int,
     device: str,
     link: str,
+    expert_format: ExpertFormat,
 ) -> TextScorer:
     """Load the checkpoint `model`, a folder or "demo", and return a scorer.
 
@@ -86,6 +88,7 @@ def load_scorer(
         cache_bytes=None if caches_prefix else 0,
         step_tokens=step_tokens,
         warms_up=False,
+        expert_format=expert_format,
     )
     engine = _load(model, folder, options, compile_module)
     if writer.has_chat_template:
@@ -138,5 +141,5 @@ def _load(name: str, folder: Path, options: EngineOptions, compile_module: Compi
         # The experts of some families cannot be read one by one. Then transformers loads the full model.
         logger.info("loading the full model before its experts are moved to the host: %s", error)
         model = load_model(folder, options.dtype)
-        offload_experts(model, options.home, options.device, options.slots)
+        offload_experts(model, options.home, options.device, options.slots, expert_format=options.expert_format)
         return make_engine(model.to(options.device), options, compile_module, key)

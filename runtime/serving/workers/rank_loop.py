@@ -7,7 +7,7 @@ Pseudo-code
     send the facts of the engine
     until the frontend drains this rank and no request waits, or the frontend is gone:
         take as many waiting requests as fit a step
-        report that they start; run the step; send the answers
+        report that they start; run the step, and meanwhile prepare the next one; send the answers
         if the step fails: report that to each of its requests; after several failures in a row, end
 """
 
@@ -87,6 +87,11 @@ class Mailbox:
             self._busy_since = time.monotonic()
             return list(self._waiting.values())
 
+    def queued(self) -> list[Request]:
+        """Return the waiting requests in order of arrival, none if there is none."""
+        with self._condition:
+            return list(self._waiting.values())
+
     def take(self, requests: list[Request]) -> list[Request]:
         """Remove `requests` from the waiting requests, and return those that were not cancelled."""
         with self._condition:
@@ -162,6 +167,13 @@ def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
 
     Raises FailingRankError if several steps in a row fail, or after an error that ends the use of the device.
     """
+
+    def upcoming() -> list[Request]:
+        queued = mailbox.queued()
+        chosen = engine.choose(queued)
+        # If all fit into a step, requests that arrive until then will also be in it.
+        return chosen if len(chosen) < len(queued) else []
+
     before = engine.compilations()
     mailbox.send(messages.RankReady(engine.facts))
     failed = 0
@@ -171,7 +183,7 @@ def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
             continue
         mailbox.send(messages.Started(tuple(request.id for request in requests)))
         try:
-            result = engine.step(requests)
+            result = engine.step(requests, upcoming)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(requests))
             reason = f"the step of this request failed with {type(error).__name__}; the server's log has the details"

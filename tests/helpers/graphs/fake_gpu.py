@@ -2,6 +2,7 @@
 
 with pretended_gpu():                     CUDA tensors created here are fake
     with device_copies() as copies:       records copies between host and device
+    with computed_values() as values:     gives fake tensors values, which the CPU computes
     put_on_gpu(model)                     replaces its tensors with fake CUDA tensors
     graph = captured_graph(model, ...)    the first ATen graph of its forward
 """
@@ -13,7 +14,7 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +22,15 @@ from unittest import mock
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from moepass.runtime.lowering.lower_segments import decompositions
@@ -87,19 +93,56 @@ class device_copies(TorchDispatchMode):  # noqa: N801  used like a function
         return result
 
 
+class computed_values(TorchDispatchMode):  # noqa: N801  used like a function
+    """Give the fake tensors that are made in the block values, which the CPU computes.
+
+    An operator first runs on the fake tensors, which refuse operands on different devices as a GPU does.
+    """
+
+    def on_gpu(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a fake CUDA tensor with the values of `value`."""
+        fake: Any = on_gpu(value)
+        fake.values_on_cpu = value
+        return fake
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        values, named = tree_map_only(FakeTensor, lambda fake: fake.values_on_cpu, (args, kwargs))
+
+        def compute() -> Any:
+            with _disable_current_modes():
+                return function(*values, **{**named, **({"device": "cpu"} if "device" in named else {})})
+
+        try:
+            fakes = function(*args, **kwargs)
+            results = compute()
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            results = compute()
+            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            fakes = tree_map_only(
+                torch.Tensor,
+                lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device),
+                results,
+            )
+        for fake, result in zip(tree_leaves(fakes), tree_leaves(results), strict=True):
+            if isinstance(fake, FakeTensor):
+                fake.values_on_cpu = result  # type: ignore[attr-defined]
+        return fakes
+
+
 def on_gpu(value: torch.Tensor) -> torch.Tensor:
     """Return a fake CUDA tensor with the shape, strides and type of `value`."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
-def put_on_gpu(model: torch.nn.Module) -> None:
+def put_on_gpu(model: torch.nn.Module, move: Callable[[torch.Tensor], torch.Tensor] = on_gpu) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(on_gpu(parameter), requires_grad=False)
+                module._parameters[name] = torch.nn.Parameter(move(parameter), requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = on_gpu(buffer)
+                module._buffers[name] = move(buffer)
 
 
 class _GraphComplete(Exception):  # noqa: N818  no error

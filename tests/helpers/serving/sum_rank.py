@@ -49,7 +49,7 @@ class SumEngine:
                 break
         return chosen
 
-    def step(self, requests: Sequence[Request]) -> StepResult:
+    def step(self, requests: Sequence[Request], upcoming: object = None) -> StepResult:
         if self.fails:
             raise RuntimeError("this rank only fails")
         if self.hangs:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import Node
 from torch.nn import functional as F
 
 import moepass
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.passes.blocks import detect as detect_module
 from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.expert_gemms import expert_gemms
+from moepass.passes.graph.nodes import copy_graph_module
+from moepass.passes.ir.protocol import PassContext, PassError
+from moepass.passes.pipeline import PASSES, compile_graph
+from tests.helpers.graphs import simulated_ranks
 from tests.helpers.graphs.backend_helper import (
     BLOCKS,
     EXPERTS,
@@ -27,6 +36,8 @@ from tests.helpers.graphs.backend_helper import (
     tokens,
     up_to,
 )
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.moe_stack import StackConfig
 
 FORMS = [
     ("grouped_mm", torch.bfloat16),
@@ -95,6 +106,59 @@ def test_detection_changes_nothing() -> None:
     assert result.module is captured.module
     assert fingerprint(captured.module) == before
     assert len(result.matches) == 3
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which every search of a graph for blocks adds the number of nodes that it looks at."""
+    counts: list[int] = []
+
+    def counted(nodes: Iterable[Node], **settings: bool) -> Any:
+        nodes = list(nodes)
+        counts.append(len(nodes))
+        return expert_gemms(nodes, **settings)
+
+    monkeypatch.setattr(detect_module, "expert_gemms", counted)
+    return counts
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 2])
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_compile_searches_for_blocks_once(
+    form: str, offloaded: bool, chunk_tokens: int | None, searches: list[int]
+) -> None:
+    captured = (streamed if offloaded else capture)(Stack(form, depth=2), tokens(), dynamic=True)
+    plan = compile_graph(captured.module, PassContext(chunk_tokens=chunk_tokens)).plan
+    assert len(plan.blocks) == 2
+    assert len(searches) == 1
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_with_expert_parallelism_the_graph_is_searched_before_and_after_its_exchanges_are_gone(
+    form: str, searches: list[int]
+) -> None:
+    captured = simulated_ranks.capture(StackConfig(layers=1), form, 0, 2, 9)
+    plan = compile_graph(captured.module, PassContext(groups=captured.groups)).plan
+    assert [bool(block.parallel) for block in plan.blocks] == [True]
+    assert len(searches) == 2
+
+
+@pytest.mark.parametrize("name", ["rewrite", "sink_token_gather", "hoist_token_return", "partition"])
+def test_a_gemm_that_a_pass_removed_without_updating_its_block_is_an_error(name: str) -> None:
+    names = [function.__name__ for function in PASSES]
+    before = names[names.index(name) - 1]
+    result = up_to(before, capture(Stack("grouped_mm", depth=2), tokens()).module)
+    changed = copy_graph_module(result.module)
+    block = result.plan.blocks[1]
+    (gemm,) = (node for node in changed.graph.nodes if node.name == block.gemms[0])
+    with changed.graph.inserting_before(gemm):
+        replacement = changed.graph.call_function(gemm.target, gemm.args, gemm.kwargs)
+    replacement.meta = dict(gemm.meta)
+    gemm.replace_all_uses_with(replacement)
+    changed.graph.erase_node(gemm)
+    with refused(PassError, name=block.name):
+        PASSES[names.index(name)](changed, result.plan, PassContext())
 
 
 def _reasons(model: nn.Module, *inputs: torch.Tensor, offloaded: bool = False) -> list[str]:

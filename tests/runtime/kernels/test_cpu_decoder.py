@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from moepass.models.errors import CheckpointError
 from moepass.models.layouts.layout import MatrixFormula, Number, Role
 from moepass.runtime.kernels import cpu_decoder
-from moepass.runtime.kernels.cpu_decoder import can_decode, decode_floats_on_cpu, decode_on_cpu
+from moepass.runtime.kernels.cpu_decoder import (
+    can_decode,
+    check_floats_on_cpu,
+    decode_floats_on_cpu,
+    decode_on_cpu,
+)
 from tests.helpers.kernels.packed_floats import Formula, every_float, float_matrices, packed
 from tests.helpers.kernels.packed_floats import assert_bits_of_torch as assert_packed_bits_of_torch
 from tests.helpers.kernels.stored_matrices import (
@@ -54,8 +59,11 @@ def test_every_packed_float_is_decoded() -> None:
 def test_a_changed_byte_of_packed_floats_is_an_error(case: tuple[Formula, torch.Tensor], data: st.DataObject) -> None:
     formula, matrices = case
     stored = packed(formula, matrices)
+    check_floats_on_cpu(stored)
     changed = stored[data.draw(st.sampled_from(sorted(stored)))].flatten()
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CheckpointError, match="does not have its checksum"):
+        check_floats_on_cpu(stored)
     with pytest.raises(CheckpointError, match="does not have its checksum"):
         decode_floats_on_cpu(formula, stored, torch.empty_like(matrices.mT if formula.is_transposed else matrices))
 
@@ -78,7 +86,7 @@ def test_targets_that_cxx_cannot_write() -> None:
 
 
 def test_without_a_compiler_a_warning_says_that_torch_decodes(caplog: pytest.LogCaptureFixture) -> None:
-    cpu_decoder._library.cache_clear()
+    cpu_decoder.library.cache_clear()
     try:
         with (
             mock.patch("torch._inductor.codecache.CppCodeCache.load", side_effect=RuntimeError("no g++")),
@@ -87,6 +95,6 @@ def test_without_a_compiler_a_warning_says_that_torch_decodes(caplog: pytest.Log
             assert not can_decode(torch.empty(2, 4, 4))
             assert not can_decode(torch.empty(2, 4, 4))
     finally:
-        cpu_decoder._library.cache_clear()
+        cpu_decoder.library.cache_clear()
     (record,) = caplog.records
     assert record.getMessage().endswith("the C++ compiler fails: no g++")

@@ -1,15 +1,19 @@
-"""Products of an expert's rows on a CPU: both libraries return the same numbers, and the right one is used."""
+"""Products of rows and weights on a CPU: both libraries return the same numbers, and the right one is used."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moepass.runtime.lowering import lower_experts
-from moepass.runtime.lowering.lower_experts import multiply
+from moepass.runtime.lowering import cpu_gemms, lower_experts
+from moepass.runtime.lowering.cpu_gemms import multiply
 from moepass.runtime.system.device_names import cpu_info
 
 if not torch.backends.mkldnn.is_available():
@@ -38,7 +42,7 @@ class _Calls(TorchDispatchMode):
 def held_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Set whether MKL counts as held back, on any machine."""
     is_it = bool(request.param)
-    monkeypatch.setattr(lower_experts, "is_mkl_held_back", lambda: is_it)
+    monkeypatch.setattr(cpu_gemms, "is_mkl_held_back", lambda: is_it)
     return is_it
 
 
@@ -72,14 +76,17 @@ def test_every_gemm_is_right(
     left = drawn(rows, 2 * inner)[:, :inner] if has_gaps else drawn(rows, inner)
     weights = LAYOUTS[layout](inner, out)
     into = torch.full((rows, out), torch.nan) if is_given else None
+    bias = drawn(out)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower_experts, "is_mkl_held_back", lambda: is_held_back)
-        patch.setattr(lower_experts, "_LEAST_MULTIPLICATIONS", 1)
+        patch.setattr(cpu_gemms, "is_mkl_held_back", lambda: is_held_back)
+        patch.setattr(cpu_gemms, "_LEAST_MULTIPLICATIONS", 1)
         product = multiply(left, weights, into)
+        with_bias = torch.ops.moepass.gemm(left, weights, bias)
     assert into is None or product is into
     assert product.is_contiguous()
     expected = (left.double() @ weights.double()).float()
     torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(with_bias, expected + bias, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +146,37 @@ def test_experts_use_it(held_back: bool) -> None:
     assert calls.seen.count(aten.mm.out) == (1 if held_back else 3)
 
 
+class Projections(nn.Module):
+    """Projections with and without a bias, a narrow one, and a product of two activations."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, dtype=dtype)
+        self.down = nn.Linear(2 * width, width, bias=False, dtype=dtype)
+        self.narrow = nn.Linear(width, 4, dtype=dtype)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(F.silu(self.up(rows))) + rows
+        return self.narrow(hidden @ (hidden.mT @ hidden))
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 2), (torch.bfloat16, 0)])
+def test_projections_of_compiled_segments_use_it(
+    dtype: torch.dtype, count: int, held_back: bool, no_grad: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_onednn = mock.Mock(wraps=cpu_gemms._with_onednn)
+    monkeypatch.setattr(cpu_gemms, "_with_onednn", with_onednn)
+    model = Projections(256, dtype)
+    compiled = torch.compile(model, backend="asyncep", dynamic=True)
+    for rows in (64, 100):
+        left = torch.randn(rows, 256).to(dtype)
+        with_onednn.reset_mock()
+        result = compiled(left)
+        assert with_onednn.call_count == (count if held_back else 0)
+        error = (result - model(left)).norm() / result.norm()
+        assert error < (1e-5 if dtype is torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize(
     ("vendor", "capability", "libraries", "expected"),
     [
@@ -157,8 +195,8 @@ def test_where_mkl_is_held_back(
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: "mkl" in libraries)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: "mkldnn" in libraries)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(lower_experts, "cpu_info", lambda field: vendor)
-    assert lower_experts.is_mkl_held_back.__wrapped__() is expected
+    monkeypatch.setattr(cpu_gemms, "cpu_info", lambda field: vendor)
+    assert cpu_gemms.is_mkl_held_back.__wrapped__() is expected
 
 
 def test_what_is_known_of_the_cpu() -> None:

@@ -127,6 +127,21 @@ def test_what_does_not_become_smaller_stays_as_it_is(tmp_path: Path) -> None:
     )
 
 
+def test_experts_that_layers_share_are_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _saved(tmp_path / "source")
+    alone = _pack(source, tmp_path / "alone")
+    find = packing.find_expert_modules
+
+    def with_tied_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        return {f"{path}{ending}": module for ending in ("", ".tied") for path, module in find(model).items()}
+
+    monkeypatch.setattr(packing, "find_expert_modules", with_tied_layers)
+    assert _pack(source, tmp_path / "packed") == alone
+    files = [sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("alone", "packed")]
+    assert files[0] == files[1]
+    _assert_same_weights(source, tmp_path / "packed")
+
+
 def test_an_interrupted_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = _saved(tmp_path / "source"), tmp_path / "packed"
     write, written = packing._write, []

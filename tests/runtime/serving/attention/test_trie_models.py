@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory
 from moepass.runtime.serving.engine.plain_outputs import probe_trie
+from tests.helpers.graphs.fake_gpu import computed_values, pretended_gpu, put_on_gpu
 from tests.helpers.models.tiny import (
     TINY_FAMILIES,
     discover_expert_families,
@@ -189,6 +191,25 @@ def test_a_configuration_alone_says_the_same(name: str) -> None:
     with torch.device("meta"):
         weightless = type(model)(model.config).eval()
     assert survey_attention(weightless) == survey_attention(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "llama4" else [pytest.mark.slow])
+        # On a GPU, the router of kolibri1 multiplies with an `out_dtype`, whose values a CPU cannot compute.
+        for name in sorted({*TINY_FAMILIES, *DENSE, *DISCOVERED} - {"kolibri1"})
+    ],
+)
+def test_a_gpu_says_the_same(name: str) -> None:
+    """The survey runs on fake CUDA tensors, which take no operand from the CPU."""
+    model = _model(name)
+    expected = survey_attention(model)
+    # transformers takes fake tensors for those of a tracer, whose values are unknown.
+    is_no_tracer = mock.patch.object(transformers.masking_utils, "is_tracing", return_value=False)
+    with is_no_tracer, pretended_gpu(), computed_values() as values:
+        put_on_gpu(model, values.on_gpu)
+        assert survey_attention(model) == expected
 
 
 def test_a_survey_reads_no_expert() -> None:

@@ -32,30 +32,17 @@ from tests.helpers.graphs.fake_gpu import pretended_gpu
 from tests.helpers.serving.counted_attention import count_attention_flops
 from tests.helpers.serving.dense_attention import dense_attention
 from tests.helpers.serving.naive_trie import naive_step
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    sequences: tuple[tuple[int, ...], ...]
-    cached_tokens: tuple[int, ...]  # number of cached leading tokens of each sequence
-    kv_heads: int
-    groups: int
-    key_dim: int
-    value_dim: int
-    past: VisiblePast
-    softcap: float
-    has_sinks: bool
-    call_flops: int
+from tests.helpers.serving.trie_cases import LAYER, SCALING, TrieCase, trie_setting, trie_tensors
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> TrieCase:
     # A small vocabulary makes sequences share prefixes; some sequences continue others.
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
     sequences = draw(st.lists(tokens, min_size=1, max_size=6))
     for number in draw(st.lists(st.integers(0, len(sequences) - 1), max_size=4)):
         sequences.append(sequences[number] + draw(tokens))
-    return Case(
+    return TrieCase(
         tuple(dict.fromkeys(sequences)),
         tuple(draw(st.lists(st.sampled_from([0, 0, 16, 32, 48]), min_size=10, max_size=10))),
         draw(st.sampled_from([1, 2])),
@@ -71,59 +58,27 @@ def cases(draw: st.DrawFn) -> Case:
         ),
         draw(st.sampled_from([0.0, 0.0, 2.0])),
         draw(st.booleans()),
-        # All groupings: a part for each node, the predicted parts for real sizes, few parts, a single part.
-        draw(st.sampled_from([0, 2_000, 100_000, 1 << 40])),
     )
 
 
-def _setting(case: Case) -> tuple[StepBatch, RunningStep, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-    cached: dict[tuple[int, ...], int] = {}
-    for sequence, count in zip(case.sequences, case.cached_tokens, strict=False):
-        for end in range(BLOCK_TOKENS, min(count, len(sequence)) + 1, BLOCK_TOKENS):
-            cached.setdefault(sequence[:end], len(cached))
-    step, _ = naive_step(case.sequences, cached)
-    shape = KeyValueShape(case.kv_heads, case.key_dim, case.value_dim, torch.float32)
-    layer = AttentionLayer(0, case.kv_heads * case.groups, shape, case.past)
-    memory = BlockMemory([shape], max(len(cached), 1))
-    generator = torch.Generator().manual_seed(1)
-    for tensor in (*memory.keys, *memory.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    blocks = {block: (memory.keys[0][block], memory.values[0][block]) for block in cached.values()}
-    return step, RunningStep(step, {7: layer}, memory), blocks
-
-
-def _tensors(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(1, count, heads, dim, generator=generator).transpose(1, 2)
-
-    heads = case.kv_heads * case.groups
-    query, key, value = (
-        drawn(heads, case.key_dim),
-        drawn(case.kv_heads, case.key_dim),
-        drawn(case.kv_heads, case.value_dim),
-    )
-    return query, key, value, torch.randn(heads, generator=generator) if case.has_sinks else None
-
-
-def _check(case: Case) -> None:
-    step, running, blocks = _setting(case)
-    query, key, value, sinks = _tensors(case, step.count)
+def _check(case: TrieCase) -> None:
+    step, running, blocks = trie_setting(case)
+    query, key, value, sinks = trie_tensors(case, step.count)
     expected = dense_attention(
-        step, query, key, value, blocks, 0.3, case.past.window, case.past.chunk, case.softcap, sinks
+        step, query, key, value, blocks, SCALING, case.past.window, case.past.chunk, case.softcap, sinks
     )
     with running_step(running):
-        actual = torch.ops.moepass.trie_attention(query, key, value, sinks, 7, 0.3, case.softcap)
+        actual = torch.ops.moepass.trie_attention(query, key, value, sinks, LAYER, SCALING, case.softcap)
     assert actual.is_contiguous()
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases())
-def test_any_trie_gives_what_one_dense_mask_gives(case: Case) -> None:
+# All groupings: a part for each node, the predicted parts for real sizes, few parts, a single part.
+@given(cases(), st.sampled_from([0, 2_000, 100_000, 1 << 40]))
+def test_any_trie_gives_what_one_dense_mask_gives(case: TrieCase, call_flops: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie_parts, "CALL_FLOPS", case.call_flops)
+        patch.setattr(trie_parts, "CALL_FLOPS", call_flops)
         patch.setattr(partial_attention, "SCORE_BYTES", 1000)  # several blocks of queries
         patch.setattr(trie_parts, "MASK_NUMBERS", 300)
         patch.setattr(trie_parts, "LEAST_PIECE", 16)
@@ -174,7 +129,7 @@ def _varlen_attn(
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([1, 10_000, 1 << 40]))
-def test_calls_for_many_lengths_give_it_as_well(case: Case, gathered_bytes: int) -> None:
+def test_calls_for_many_lengths_give_it_as_well(case: TrieCase, gathered_bytes: int) -> None:
     case = dataclasses.replace(case, softcap=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trie_attention, "takes_varlen", lambda *_: True)
@@ -186,7 +141,7 @@ def test_calls_for_many_lengths_give_it_as_well(case: Case, gathered_bytes: int)
 
 def test_one_call_takes_all_nodes_and_one_each_level() -> None:
     branches = [(*PROMPT, branch, *last) for branch in range(9) for last in ((1,), (2, 2), (3,))]
-    _, running, _ = _setting(dataclasses.replace(CASE, sequences=tuple(branches)))
+    _, running, _ = trie_setting(dataclasses.replace(CASE, sequences=tuple(branches)))
     sequences = {}
     for past in (VisiblePast(), VisiblePast(window=3), VisiblePast(window=3, chunk=7)):
         calls = running.calls(dataclasses.replace(running.layers[7], past=past))
@@ -229,34 +184,25 @@ def test_layers_of_gpt_oss_take_few_launches() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_half_precision_is_rounded_once_whatever_the_parts(dtype: torch.dtype, softcap: float) -> None:
-    case = dataclasses.replace(CASE, softcap=softcap)
-    step, running, blocks = _setting(case)
-    query, key, value, sinks = (None if tensor is None else tensor.to(dtype) for tensor in _tensors(case, step.count))
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    half = [KeyValueShape(2, 8, 8, dtype)]
-    memory = BlockMemory(half, 4)
-    for block, (keys, values) in blocks.items():
-        memory.keys[0][block], memory.values[0][block] = keys.to(dtype), values.to(dtype)
-    rounded = {block: (memory.keys[0][block], memory.values[0][block]) for block in blocks}
-    expected = dense_attention(step, query, key, value, rounded, 0.3, softcap=softcap, sinks=sinks)
-    with running_step(RunningStep(step, running.layers, memory)):
-        actual = torch.ops.moepass.trie_attention(query, key, value, sinks, 7, 0.3, softcap)
+    case = dataclasses.replace(CASE, softcap=softcap, dtype=dtype)
+    step, running, blocks = trie_setting(case)
+    query, key, value, sinks = trie_tensors(case, step.count)
+    expected = dense_attention(step, query, key, value, blocks, SCALING, softcap=softcap, sinks=sinks)
+    with running_step(running):
+        actual = torch.ops.moepass.trie_attention(query, key, value, sinks, LAYER, SCALING, softcap)
     assert actual.dtype == dtype
     half_a_step = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(actual.double(), expected, rtol=1.01 * half_a_step, atol=2e-6)
 
 
 PROMPT = tuple(number % 2 for number in range(40))
-CASE = Case(
+CASE = TrieCase(
     ((*PROMPT, 0, 1), (*PROMPT, 1), (*PROMPT[:20], 1, 1), (1, 1, 1)),
     (32, 0, 0, 0),
     *(2, 3, 8, 8),
     VisiblePast(),
     0.0,
     True,
-    2_000_000,
 )
 
 
@@ -276,8 +222,8 @@ def test_stored_blocks_hold_the_keys_and_values_of_their_tokens() -> None:
 
 
 def test_it_needs_a_step_that_fits() -> None:
-    step, running, _ = _setting(CASE)
-    query, key, value, sinks = _tensors(CASE, step.count)
+    step, running, _ = trie_setting(CASE)
+    query, key, value, sinks = trie_tensors(CASE, step.count)
 
     def call(layer: int = 7, tokens: int = step.count) -> torch.Tensor:
         rows = (tensor[:, :, :tokens] for tensor in (query, key, value))
@@ -309,7 +255,7 @@ def test_it_needs_a_step_that_fits() -> None:
 
 
 def test_a_step_with_cached_blocks_needs_their_memory() -> None:
-    step, running, _ = _setting(CASE)
+    step, running, _ = trie_setting(CASE)
     with refused(MoepassError, name="stored", value=[]):
         RunningStep(step, running.layers, None)
     wrong = dataclasses.replace(step, depth=step.depth + 1)
@@ -318,7 +264,7 @@ def test_a_step_with_cached_blocks_needs_their_memory() -> None:
 
 
 def test_blocks_are_written_once_and_not_where_they_are_read() -> None:
-    step, running, _ = _setting(CASE)
+    step, running, _ = trie_setting(CASE)
     assert running.memory is not None
     positions = np.arange(BLOCK_TOKENS)
 
@@ -333,8 +279,8 @@ def test_blocks_are_written_once_and_not_where_they_are_read() -> None:
 
 def test_heads_whose_numbers_are_no_neighbours() -> None:
     """Some rotations return heads that are not contiguous, which the CPU kernel does not check."""
-    step, running, blocks = _setting(CASE)
-    query, key, value, sinks = _tensors(CASE, step.count)
+    step, running, blocks = trie_setting(CASE)
+    query, key, value, sinks = trie_tensors(CASE, step.count)
     scattered = [tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for tensor in (query, key, value)]
     assert scattered[0].stride(-1) != 1
     with running_step(running):

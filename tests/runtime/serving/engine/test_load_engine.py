@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moepass.models.errors import CheckpointError, InputError
-from moepass.runtime.homes.options.home_options import Device, Host
+from moepass.runtime.homes.options.home_options import Device, HomeOptions, Host
 from moepass.runtime.kernels.grouped_gemm.tuner import rows_bucket
 from moepass.runtime.offload.loading import offload_report
-from moepass.runtime.offload.offload import offload_experts
+from moepass.runtime.offload.offload import NoExpertsError, offload_experts
 from moepass.runtime.serving.engine import load_engine as load_engine_module
 from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine, make_engine, warm_up
 from moepass.runtime.serving.engine.model_head import ModelHead
@@ -173,3 +173,23 @@ def test_quantised_experts_rest_as_stored_on_the_device(tmp_path: Path) -> None:
     (bank, *_) = offload_report(engines[0]._head.model).store.banks
     assert bank.spec.home == "device"
     assert bank.spec.format.is_encoded
+
+
+@pytest.mark.parametrize("home", [Host(), Device()], ids=str)
+def test_experts_are_packed_while_an_engine_loads(home: HomeOptions, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, hidden_size=128, moe_intermediate_size=96)
+    model.save_pretrained(tmp_path)
+    options = dataclasses.replace(OPTIONS, home=home, warms_up=False, expert_format="lossless")
+    # The engine compares its outputs with those of the model, and the weights are those of the checkpoint.
+    loaded = load_engine(tmp_path, options, None, bytes(32))._head.model
+    assert [*offload_report(loaded).formats] == ["lossless bf16"]
+    for layer, original in zip(loaded.model.layers, model.model.layers, strict=True):
+        assert torch.equal(layer.mlp.experts.down_proj, original.mlp.experts.down_proj)
+
+
+def test_a_dense_model_has_no_experts_to_pack(tmp_path: Path) -> None:
+    config = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, head_dim=16)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    options = dataclasses.replace(OPTIONS, home=Device(), warms_up=False, expert_format="lossless")
+    with pytest.raises(NoExpertsError, match="has no expert weights to offload"):
+        load_engine(tmp_path, options, None, bytes(32))

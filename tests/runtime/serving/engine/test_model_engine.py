@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 from unittest import mock
 
@@ -22,6 +23,7 @@ from moepass.runtime.serving.batching.step_batch import StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory
+from moepass.runtime.serving.engine import model_engine
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.engine.model_head import ModelHead
@@ -45,7 +47,11 @@ VOCABULARY = int(PLAIN.config.vocab_size)
 
 
 def engine(
-    form: Literal["trie", "rows"], most_tokens: int = 10_000, saturation_flops: int = 1 << 60, blocks: int = 0
+    form: Literal["trie", "rows"],
+    most_tokens: int = 10_000,
+    saturation_flops: int = 1 << 60,
+    blocks: int = 0,
+    runs_ahead: bool = False,
 ) -> ModelEngine:
     runner: StatesRunner
     if form == "trie":
@@ -56,7 +62,8 @@ def engine(
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
     facts = EngineFacts(form, saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {}, 4096)
     table = FlopsTable(from_config(PLAIN.config), narrows=form == "trie")
-    return ModelEngine(ModelHead(model), runner, table, facts, index=BlockIndex(blocks), key=bytes(16))
+    index = BlockIndex(blocks)
+    return ModelEngine(ModelHead(model), runner, table, facts, index=index, key=bytes(16), runs_ahead=runs_ahead)
 
 
 @st.composite
@@ -162,6 +169,65 @@ def test_a_step_that_is_too_large_runs_in_parts(form: str, blocks: int) -> None:
     assert result.retries > 0
     assert not served._costs
     check_answers(PLAIN, asked, sorted(result.answers, key=lambda answer: answer.id), 1e-5)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_next_step_is_packed_while_the_device_computes_this_one(
+    monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    served = engine("trie", blocks=20, runs_ahead=runs_ahead)
+    order: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            order.append(name)
+            return function(*arguments, **named)
+
+        return run
+
+    monkeypatch.setattr(model_engine, "pack", noted("pack", model_engine.pack))
+    monkeypatch.setattr(model_engine, "download", noted("read", model_engine.download))
+    monkeypatch.setattr(served._runner, "run", noted("run", served._runner.run))
+    steps = [[request("a", 40, 3)], [request("b", 40, 3), request("c", 20)], [request("d", 30)]]
+    tokens = []
+    for number, asked in enumerate(steps):
+        result = served.step(asked, lambda number=number: [*itertools.chain(*steps[number + 1 : number + 2])])
+        check_answers(PLAIN, asked, result.answers, 1e-5)
+        tokens.append(result.tokens)
+    if runs_ahead:
+        assert order == ["pack", "run", "pack", "read", "run", "pack", "read", "run", "read"]
+    else:
+        assert order == ["pack", "run", "read"] * 3
+    # The prompt of the first step is in the cache before the second one is packed.
+    assert tokens == [46, 18, 14]
+    assert served._index.used == 0
+
+
+def test_a_prepared_step_is_packed_again_if_other_requests_run() -> None:
+    served = engine("trie", blocks=20, runs_ahead=True)
+    first, second, third = request("a", 40, 3), request("b", 40), request("c", 33)
+    served.step([first], lambda: [second, third])
+    assert served._index.used > 0
+    result = served.step([third])
+    check_answers(PLAIN, [third], result.answers, 1e-5)
+    assert served._index.used == 0
+
+
+def test_a_step_does_not_fail_if_the_next_one_cannot_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine("trie", blocks=20, runs_ahead=True)
+    first, damaged = request("a", 40, 3), request("b", 40)
+    pack = model_engine.pack
+
+    def failing(requests: Sequence[Request], *others: Any) -> Any:
+        if damaged in requests:
+            raise ValueError("damaged")
+        return pack(requests, *others)
+
+    monkeypatch.setattr(model_engine, "pack", failing)
+    check_answers(PLAIN, [first], served.step([first], lambda: [damaged]).answers, 1e-5)
+    assert served._index.used == 0
+    with pytest.raises(ValueError, match="damaged"):
+        served.step([damaged])
 
 
 class Scarce:

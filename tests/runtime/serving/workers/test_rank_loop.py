@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,7 @@ class CountingEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
+        self.upcoming: list[list[str]] = []
 
     def check(self, request: Request) -> None:
         if request.id.startswith("bad"):
@@ -56,8 +57,10 @@ class CountingEngine:
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
         return list(waiting)[:2]
 
-    def step(self, requests: Sequence[Request]) -> StepResult:
+    def step(self, requests: Sequence[Request], upcoming: Callable[[], list[Request]] | None = None) -> StepResult:
         assert self.gate.wait(20)
+        assert upcoming is not None
+        self.upcoming.append([request.id for request in upcoming()])
         if self.error is not None:
             raise self.error
         large = {request.id for request in requests if request.id.startswith("large")}
@@ -187,6 +190,15 @@ def test_cancelled_requests_do_not_run(frontend: FakeFrontend) -> None:
     frontend.engine.gate.set()
     assert ids(frontend.receive()) == ["a"]
     assert frontend.receive() == Started(("c",))
+
+
+def test_a_step_knows_the_requests_of_the_next_one_if_they_fill_it(frontend: FakeFrontend) -> None:
+    frontend.receive()
+    frontend.send(Run(tuple(map(request, "abcde"))))
+    for expected in (("a", "b"), ("c", "d"), ("e",)):
+        assert frontend.receive() == Started(expected)
+        assert ids(frontend.receive()) == [*expected]
+    assert frontend.engine.upcoming == [["c", "d"], [], []]
 
 
 def test_a_rank_reports_its_status_during_a_step(frontend: FakeFrontend) -> None:

@@ -1,0 +1,1 @@
+"""The checks of `python -m benchmarks.gpu_acceptance`, by topic. A check returns what it found, or raises."""
