@@ -107,7 +107,7 @@ def takes_onednn(rows: torch.Tensor, weights: torch.Tensor) -> bool:
     # for bfloat16 anyway, and oneDNN has no float64.
     return (
         is_mkl_held_back()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and rows.dtype == torch.float32
         and rows.device.type == "cpu"
         and len(rows) >= _LEAST_ROWS
