@@ -94,6 +94,7 @@ def test_lossless_experts_compute_the_same_from_every_home(home: str, tmp_path: 
 
 
 # Experts with biases, stored as stacks; and experts stored one by one, beside shared ones.
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
 def test_other_layouts_of_experts(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_other_layouts_of_experts(family: str, dtype: torch.dtype, tmp_path: Pat
     assert [(name.split()[0], sizes.is_encoded) for name, sizes in formats.items()] == [("lossless", True)]
 
 
-@pytest.mark.parametrize("home", ["host", "peer"])
+@pytest.mark.parametrize("home", ["host", pytest.param("peer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2**-24), (torch.float16, 2**-11)], ids=str)
 def test_elf_keeps_its_bound(dtype: torch.dtype, bound: float, home: str, tmp_path: Path) -> None:
     folder = _saved(tmp_path / "source", dtype=dtype)
