@@ -7,7 +7,7 @@ attack. An error names the limit, the value, and what to do.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -45,6 +45,10 @@ AUTO = "auto"
 
 # The values of `experts_compute`: experts multiply in the model's dtype, or in FP8.
 MODEL, FP8 = "model", "fp8"
+
+# How experts rest and travel: as the checkpoint or the model stores them, or packed while they are loaded.
+ExpertFormat = Literal["stored", "lossless", "elf"]
+STORED: Final = "stored"
 
 # Open connections of clients at a server, by default.
 MOST_CONNECTIONS = 4096

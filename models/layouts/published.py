@@ -13,7 +13,7 @@ from moepass.models.errors import CheckpointError, one_of
 from moepass.models.layouts.elf import ElfFormula
 from moepass.models.layouts.layout import MatrixFormula, Number, Packing, Role
 from moepass.models.layouts.lossless import LosslessFormula
-from moepass.models.layouts.packed_floats import FloatName
+from moepass.models.layouts.packed_floats import FLOAT_TYPES, FloatName
 from moepass.models.layouts.weight_layout import PackedMatrixFormula, WeightLayout
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,8 +35,6 @@ _AWQ_SOURCE = "AutoAWQ, utils/packing_utils.py, dequantize_gemm"
 # Checkpoints that `moepass pack` writes: their method, their formats, and the numbers that each format packs.
 PACKED_METHOD = "moepass"
 PackedFormat = Literal["lossless", "elf"]
-# How experts rest and travel: as they are stored, or packed while they are loaded.
-ExpertFormat = Literal["stored", "lossless", "elf"]
 PACKED_NUMBERS: Mapping[PackedFormat, tuple[FloatName, ...]] = {
     "lossless": ("bf16", "fp16", "fp32"),
     "elf": ("fp16", "fp32"),
@@ -351,6 +349,11 @@ def packed_layout(format: PackedFormat, number: FloatName) -> WeightLayout:
     formula = packed_formula(format, number)
     suffixes = formula.suffixes
     return WeightLayout(f"{format} {number}", "moepass", suffixes, (torch.uint8,), (), formula, matrix_suffix="")
+
+
+def packed_formulas(format: PackedFormat) -> dict[torch.dtype, PackedMatrixFormula]:
+    """Return the formulas of `format` by the dtype of the matrices that they pack."""
+    return {FLOAT_TYPES[number].dtype: packed_formula(format, number) for number in PACKED_NUMBERS[format]}
 
 
 def packed_formula(format: PackedFormat, number: FloatName) -> PackedMatrixFormula:

@@ -14,7 +14,16 @@ from msgspec import Meta
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.homes import HOMES, home_named
-from moepass.models.limits import AUTO, MOST_CONNECTIONS, MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
+from moepass.models.limits import (
+    AUTO,
+    MOST_CONNECTIONS,
+    MOST_RANKS,
+    MOST_THREADS,
+    MOST_TOKENS,
+    MOST_WAIT_SECONDS,
+    STORED,
+    ExpertFormat,
+)
 from moepass.option_records import Count, option
 from moepass.runtime.system.cores import available_cores
 
@@ -34,13 +43,13 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "host"
     expert_format: Annotated[
-        Literal["stored", "lossless", "elf"],
+        ExpertFormat,
         option(
             "How experts rest and travel: **stored** as in the checkpoint, or packed while they are loaded, "
             "**lossless** or with the bounded errors of **elf**.",
             details="See [packed experts](homes.md#packed-experts).",
         ),
-    ] = "stored"
+    ] = STORED
     device: Annotated[
         str,
         option(

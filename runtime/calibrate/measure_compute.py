@@ -53,12 +53,11 @@ def _gemm(
     left, weights = _random(device, dtype, rows, inner), _random(device, dtype, count, columns, inner)
     results = torch.empty(count, rows, columns, device=device, dtype=dtype)
 
+    copies_into_out = takes_onednn(left, weights[0].t())
+
     def run() -> None:
         for weight, result in zip(weights.unbind(), results.unbind(), strict=True):
-            if takes_onednn(left, weight.t()):
-                multiply(left, weight.t())  # with `out`, it would copy
-            else:
-                torch.mm(left, weight.t(), out=result)
+            multiply(left, weight.t(), None if copies_into_out else result)
 
     return _share(time_calls(run, device, sizes.effort), count)
 

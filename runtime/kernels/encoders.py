@@ -38,14 +38,14 @@ class EncodedMatrices:
     def stored(self, section_bytes: int) -> dict[Role, torch.Tensor]:
         """Return the stored tensors with sections of `section_bytes`, a multiple of 8."""
         sections = torch.empty(len(self.sections), section_bytes, dtype=torch.uint8, device="cpu")
-        for own, encoded in zip(sections, self.sections, strict=True):
-            own[: len(encoded)] = encoded
-            own[len(encoded) :].view(torch.int64)[:] = encoded[8:CHECKSUM_BYTES].view(torch.int64)
+        for row, encoded in zip(sections, self.sections, strict=True):
+            row[: len(encoded)] = encoded
+            row[len(encoded) :].view(torch.int64)[:] = encoded[8:CHECKSUM_BYTES].view(torch.int64)
         if can_encode():
             seal_on_cpu(sections)
         else:
-            for values, own in zip(self.values, sections, strict=True):
-                own[:] = sealed(values, own[CHECKSUM_BYTES:])[Role.SECTIONS]
+            for values, row in zip(self.values, sections, strict=True):
+                row[:] = sealed(values, row[CHECKSUM_BYTES:])[Role.SECTIONS]
         return {Role.VALUES: self.values, Role.SECTIONS: sections}
 
 
@@ -64,8 +64,8 @@ def encode_matrices(
     # Asked once, because it may compile the source.
     encode = encode_floats_on_cpu if can_encode() else _encode_by_torch
     with ThreadPoolExecutor(threads) as pool:
-        for matrix, own in zip(matrices, values, strict=True):
-            running.append(pool.submit(encode, formula, matrix, own))
+        for matrix, target in zip(matrices, values, strict=True):
+            running.append(pool.submit(encode, formula, matrix, target))
             if len(running) > _WAITING * threads:
                 sections.append(running.popleft().result())
         sections += [future.result() for future in running]
@@ -73,7 +73,7 @@ def encode_matrices(
 
 
 def _encode_by_torch(formula: PackedMatrixFormula, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Do the same as `encode_floats_on_cpu`."""
+    """Write and return what `encode_floats_on_cpu` does, by operations of torch."""
     stored = formula.encode(matrix)
     values.copy_(stored[Role.VALUES])
     sections = stored[Role.SECTIONS]

@@ -34,8 +34,7 @@ from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
-from moepass.models.layouts.published import ExpertFormat
-from moepass.models.limits import MODEL
+from moepass.models.limits import MODEL, STORED, ExpertFormat
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import keep_whole_model_store, resting_tensors, whole_model_store
@@ -56,7 +55,7 @@ from moepass.runtime.offload.offload import (
     resolve_device,
     streamed_layers,
 )
-from moepass.runtime.offload.pack_experts import STORED, check_format, format_topic
+from moepass.runtime.offload.pack_experts import check_format, format_topic
 from moepass.runtime.offload.placement import PlanningOptions
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from moepass.models.errors import InputError, OptionError
-from moepass.models.layouts.published import ExpertFormat
-from moepass.models.limits import AUTO, MODEL
+from moepass.models.limits import AUTO, MODEL, STORED, ExpertFormat
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import (
@@ -28,7 +27,7 @@ from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.options.home_options import HomeOptions
 from moepass.runtime.homes.options.packers import Packer, make_packer, options_of
 from moepass.runtime.homes.peer_home import PeerPacker
-from moepass.runtime.offload.pack_experts import STORED, Banks, check_format, format_topic, pack_experts
+from moepass.runtime.offload.pack_experts import Banks, check_format, format_topic, pack_experts
 from moepass.runtime.offload.placement import Placement, PlanningOptions, place
 from moepass.runtime.offload.residents import Residents, is_count
 from moepass.runtime.ranks.agree import agree

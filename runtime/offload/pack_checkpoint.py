@@ -32,8 +32,7 @@ from moepass.models.checkpoint.load_model import build_unread, is_quantized
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_files import PACKED_INDEX_FILE, one_line, read_json
 from moepass.models.errors import CheckpointError, InputError, one_of
-from moepass.models.layouts.packed_floats import FLOAT_TYPES
-from moepass.models.layouts.published import PACKED_METHOD, PACKED_NUMBERS, PackedFormat, packed_formula
+from moepass.models.layouts.published import PACKED_METHOD, PACKED_NUMBERS, PackedFormat, packed_formulas
 from moepass.models.layouts.weight_layout import PackedMatrixFormula
 from moepass.runtime.kernels.decoders import decode_matrices
 from moepass.runtime.kernels.encoders import encode_matrices
@@ -75,7 +74,7 @@ def pack_checkpoint(source: Path, target: Path, format: PackedFormat, progress: 
         text = f"{source} is quantised or packed already; {format} packing needs experts in {one_of(numbers)}"
         raise CheckpointError(text, path=source)
     files, model = build_unread(source, None)
-    formulas: Formulas = {FLOAT_TYPES[number].dtype: packed_formula(format, number) for number in numbers}
+    formulas: Formulas = packed_formulas(format)
     layers: list[list[StoredTensor]] = []
     experts: set[str] = set()
     for module in find_expert_modules(model).values():
@@ -224,7 +223,7 @@ def _write(file: Path, files: CheckpointFiles, tensors: Sequence[StoredTensor], 
 
 
 def _read_back(opened: Any, tensor: StoredTensor, formula: PackedMatrixFormula | None) -> torch.Tensor:
-    """Return the numbers of `tensor` in the written file `opened`, packed by `formula` unless that is None."""
+    """Return the numbers of `tensor` in the written file `opened`, which packs it by `formula` if there is one."""
     if formula is None:
         copy: torch.Tensor = opened.get_tensor(tensor.key)
         return copy

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Final
 
 import torch
 
@@ -22,15 +21,9 @@ from moepass.models.checkpoint.weight_recipes import Decoded, InMemory, Recipe
 from moepass.models.errors import OptionError, one_of
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
-from moepass.models.layouts.packed_floats import FLOAT_TYPES
-from moepass.models.layouts.published import (
-    PACKED_NUMBERS,
-    ExpertFormat,
-    PackedFormat,
-    packed_formula,
-    packed_layout,
-)
+from moepass.models.layouts.published import PACKED_NUMBERS, PackedFormat, packed_formulas, packed_layout
 from moepass.models.layouts.weight_layout import PackedMatrixFormula
+from moepass.models.limits import STORED
 from moepass.runtime.banks.stored_bank import stored_bank
 from moepass.runtime.homes.peer_home import weights_digest
 from moepass.runtime.kernels.encoders import EncodedMatrices, encode_matrices
@@ -39,8 +32,6 @@ from moepass.runtime.ranks.rendezvous import Rendezvous
 
 logger = logging.getLogger("moepass")
 
-# As the checkpoint or the model stores them.
-STORED: Final = "stored"
 _FORMATS = (STORED, *PACKED_NUMBERS)
 _LENGTHS = "length of its packed experts"
 
@@ -66,16 +57,14 @@ def format_topic(expert_format: str) -> Topic:
 
 
 def pack_experts(
-    banks: Banks, expert_format: ExpertFormat, meeting: Rendezvous | None
+    banks: Banks, format: PackedFormat, meeting: Rendezvous | None
 ) -> dict[str, Mapping[str, torch.Tensor]]:
     """Return those `banks` that packing makes smaller, with their tensors packed.
 
     A rank of `meeting` packs only its own experts, and all ranks call this. Raises OptionError if experts are quantised
-    or packed already, or have a dtype that `expert_format` does not take.
+    or packed already, or have a dtype that `format` does not take.
     """
-    if expert_format == STORED:
-        return {}
-    packer = _ExpertPacker(expert_format, *((0, 1) if meeting is None else (meeting.rank, meeting.size)))
+    packer = _ExpertPacker(format, *((0, 1) if meeting is None else (meeting.rank, meeting.size)))
     for path, tensors in banks.items():
         packer.check(path, tensors)
     encoded = {path: packer.encoded(tensors) for path, tensors in banks.items()}
@@ -94,7 +83,7 @@ def pack_experts(
             "expert_format %r",
             len(banks) - len(packed),
             len(banks),
-            expert_format,
+            format,
         )
     return packed
 
@@ -110,9 +99,7 @@ class _ExpertPacker:
     @functools.cached_property
     def formulas(self) -> Mapping[torch.dtype, PackedMatrixFormula]:
         """The formulas that pack, by the dtype of matrices."""
-        return {
-            FLOAT_TYPES[number].dtype: packed_formula(self.format, number) for number in PACKED_NUMBERS[self.format]
-        }
+        return packed_formulas(self.format)
 
     def check(self, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise OptionError if the bank `path` cannot be packed."""

@@ -52,7 +52,7 @@ logger = logging.getLogger("moepass")
 DEFAULT_TOKENS = (1, 4096)
 
 Experts = Mapping[str, Mapping[str, nn.Parameter]]
-# Returns the memory of a server beside its weights, for steps of so many tokens of weights in this dtype. Without an
+# Returns the memory of a server beside its weights, from the tokens of a step and the dtype of weights. Without an
 # architecture, only the cache is known.
 ServingMemory = Callable[[Architecture | None, int, str], DeviceMemory]
 

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.load_model import is_quantized, load_model
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.layouts.published import ExpertFormat
-from moepass.models.limits import MODEL
+from moepass.models.limits import MODEL, STORED, ExpertFormat
 from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.families import from_config
 from moepass.passes.ir.planner_decisions import NO_MEMORY, DeviceMemory
@@ -36,7 +35,6 @@ from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.options.home_options import Device, HomeOptions
 from moepass.runtime.offload.loading import load_planned, offload_report
 from moepass.runtime.offload.offload import NoExpertsError
-from moepass.runtime.offload.pack_experts import STORED
 from moepass.runtime.offload.placement import PlanningOptions
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME

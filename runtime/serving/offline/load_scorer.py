@@ -16,7 +16,7 @@ from moepass.models.checkpoint.checkpoint_folders import load_config, meta_model
 from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.homes import home_named
-from moepass.models.layouts.published import ExpertFormat
+from moepass.models.limits import ExpertFormat
 from moepass.models.sizes.families import from_config
 from moepass.runtime.homes.options.packers import options_of
 from moepass.runtime.offload.offload import find_expert_modules, offload_experts, rank_device

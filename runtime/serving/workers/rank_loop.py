@@ -7,7 +7,7 @@ Pseudo-code
     send the facts of the engine
     until the frontend drains this rank and no request waits, or the frontend is gone:
         take as many waiting requests as fit a step
-        report that they start; run the step, and meanwhile prepare the next one; send the answers
+        report that they start; run the step while the next one is prepared; send the answers
         if the step fails: report that to each of its requests; after several failures in a row, end
 """
 
@@ -88,7 +88,7 @@ class Mailbox:
             return list(self._waiting.values())
 
     def queued(self) -> list[Request]:
-        """Return the waiting requests in order of arrival, none if there is none."""
+        """Return the waiting requests in order of arrival; the list may be empty."""
         with self._condition:
             return list(self._waiting.values())
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import moepass
 from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import OptionError
-from moepass.models.layouts.published import ExpertFormat
+from moepass.models.limits import ExpertFormat
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.runtime.homes.options.home_options import HomeOptions
 from moepass.runtime.offload.pack_checkpoint import pack_checkpoint

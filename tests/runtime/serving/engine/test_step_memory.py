@@ -78,7 +78,7 @@ def _check(engine: ModelEngine, budget: int) -> None:
     assert facts.memory_limit_bytes == budget
     assert facts.memory.peak_bytes <= budget
     for requests in _largest_steps(engine, 0).values():
-        engine.step(requests)  # compiles what is left
+        engine.step(requests)  # no code is compiled after this
     for name, requests in _largest_steps(engine, 100).items():
         peaks = [peak_bytes(lambda requests=requests: engine.step(requests)) for _ in range(2)]  # type: ignore[misc]
         counted = [_held_bytes(engine) + peak for peak in peaks]
